@@ -1,0 +1,119 @@
+"""The counts that follow from a config, their checks, and the table that a run prints at start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dancegrpo.config.errors import ConfigError
+from dancegrpo.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Per iteration, unless the name says otherwise."""
+
+    prompts: int
+    candidates: int
+    images: int
+    steps: int
+    trained_per_image: int
+    transitions: int
+    updates: int
+    transitions_per_update: int
+    rollout_calls: int
+    micro_batches_per_update: int
+
+
+def derive_counts(config: Config) -> Counts:
+    """Every count of an iteration; exact for a config that passed ``check_counts``."""
+    train = config.train
+    images = config.data.prompts_per_iteration * train.candidates
+    # The last transition does not reach the decoded image, so it is never trained. The small term undoes
+    # binary rounding: 0.29 * 100 is 28.999999999999996.
+    trained = math.floor(train.timestep_fraction * (config.sampler.num_steps - 1) + 1e-9)
+    transitions = images * trained
+    per_update = transitions // train.updates_per_rollout
+    return Counts(
+        prompts=config.data.prompts_per_iteration,
+        candidates=train.candidates,
+        images=images,
+        steps=config.sampler.num_steps,
+        trained_per_image=trained,
+        transitions=transitions,
+        updates=train.updates_per_rollout,
+        transitions_per_update=per_update,
+        rollout_calls=images // train.micro_batch,
+        micro_batches_per_update=per_update // train.micro_batch,
+    )
+
+
+def check_counts(config: Config, origin: str = "config") -> None:
+    """Refuses counts that do not divide, with the nearest values that do."""
+    counts, train = derive_counts(config), config.train
+    if counts.trained_per_image < 1:
+        smallest = math.ceil(1e4 / (counts.steps - 1)) / 1e4
+        raise ConfigError(
+            f"{origin}: train.timestep_fraction {train.timestep_fraction} of {counts.steps - 1} trainable "
+            f"steps (sampler.num_steps - 1) is less than one step; use at least {smallest}"
+        )
+    if counts.images % train.micro_batch:
+        raise ConfigError(
+            f"{origin}: data.prompts_per_iteration * train.candidates = {counts.prompts} * "
+            f"{counts.candidates} = {counts.images} images do not divide by train.micro_batch = "
+            f"{train.micro_batch}; nearest valid train.micro_batch: "
+            f"{_nearest(train.micro_batch, _divisors(counts.images))}"
+        )
+    if counts.transitions % (train.updates_per_rollout * train.micro_batch):
+        calls = counts.transitions // train.micro_batch
+        raise ConfigError(
+            f"{origin}: {counts.transitions} trained transitions ({counts.images} images x "
+            f"{counts.trained_per_image} steps) do not divide by train.updates_per_rollout * "
+            f"train.micro_batch = {train.updates_per_rollout} * {train.micro_batch}; nearest valid "
+            f"train.updates_per_rollout: {_nearest(train.updates_per_rollout, _divisors(calls))}"
+        )
+    if train.warmup_iterations >= max(1, train.iterations):
+        raise ConfigError(
+            f"{origin}: train.warmup_iterations must be below train.iterations = {train.iterations}, "
+            f"got {train.warmup_iterations}"
+        )
+    for key, ranks in (("data", config.parallel.data), ("tensor", config.parallel.tensor)):
+        if ranks != 1:
+            raise ConfigError(
+                f"{origin}: parallel.{key} = {ranks} is not supported yet; the valid choice is 1"
+            )
+
+
+def counts_table(config: Config) -> str:
+    """The derived counts as aligned lines, for printing at the start of a run."""
+    c, train = derive_counts(config), config.train
+    rows = [
+        ("prompts", c.prompts, "groups"),
+        ("candidates", c.candidates, "per prompt"),
+        (
+            "images",
+            c.images,
+            f"{c.prompts} x {c.candidates}, in {c.rollout_calls} calls of {train.micro_batch}",
+        ),
+        ("denoising steps", c.steps, f"{c.trained_per_image} of them trained per image"),
+        ("trained transitions", c.transitions, f"{c.images} x {c.trained_per_image}"),
+        (
+            "updates",
+            c.updates,
+            f"of {c.transitions_per_update} transitions, in "
+            f"{c.micro_batches_per_update} micro-batches of {train.micro_batch}",
+        ),
+    ]
+    lines = [f"Per iteration ({train.iterations} iterations):"]
+    lines += [f"  {name:<20}{count:>8}  {note}" for name, count, note in rows]
+    return "\n".join(lines)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nearest(value: int, valid: list[int]) -> str:
+    lower = [v for v in valid if v < value][-1:]
+    upper = [v for v in valid if v > value][:1]
+    return " or ".join(str(v) for v in lower + upper)

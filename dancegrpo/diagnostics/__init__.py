@@ -1,0 +1,1 @@
+"""Measurements of a set-up and of the README's claims."""

@@ -1,0 +1,277 @@
+"""The FLUX transformer, with the configuration and parameter names of diffusers' FluxTransformer2DModel.
+
+Black Forest Labs, FLUX.1 (2024): double-stream blocks in which text and image tokens have their own weights and
+attend jointly (Esser et al., 2024, MMDiT), then single-stream blocks over the concatenated tokens.
+"""
+
+from dataclasses import dataclass
+
+from mindspore import Tensor, nn, ops
+
+from dancegrpo.models.layers import Linear, TextProjection, TimestepEmbedding
+from dancegrpo.ops import (
+    GELU,
+    ApplyRotary,
+    LayerNorm,
+    RMSNorm,
+    RotaryFrequencies,
+    ScaledDotProductAttention,
+    SiLU,
+)
+from dancegrpo.ops.activations import float32
+
+
+@dataclass(frozen=True)
+class FluxConfig:
+    """diffusers' `config.json` of a FluxTransformer2DModel; defaults are FLUX.1-dev's."""
+
+    patch_size: int = 1
+    in_channels: int = 64
+    out_channels: int | None = None
+    num_layers: int = 19
+    num_single_layers: int = 38
+    attention_head_dim: int = 128
+    num_attention_heads: int = 24
+    joint_attention_dim: int = 4096
+    pooled_projection_dim: int = 768
+    guidance_embeds: bool = False
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+
+    def __post_init__(self):
+        if sum(self.axes_dims_rope) != self.attention_head_dim:
+            raise ValueError(f"axes_dims_rope {tuple(self.axes_dims_rope)} sums to {sum(self.axes_dims_rope)}, "
+                             f"but attention_head_dim is {self.attention_head_dim}")
+        if any(dim % 2 for dim in self.axes_dims_rope):
+            raise ValueError(f"axes_dims_rope {tuple(self.axes_dims_rope)} must be even numbers")
+        if self.patch_size != 1:
+            raise ValueError(f"patch_size is {self.patch_size}; FLUX packs its latents outside the model: only 1")
+
+    @property
+    def inner_dim(self) -> int:
+        return self.attention_head_dim * self.num_attention_heads
+
+
+class Modulation(nn.Cell):
+    """`count` vectors of size `dim` from the conditioning vector, each (B, 1, dim) in float32.
+
+    One product each on a slice of the weight would be slower; the product is one, the slices are of a (B, ...)
+    vector, not of the tokens.
+    """
+
+    def __init__(self, dim: int, count: int):
+        super().__init__()
+        self.linear = Linear(dim, count * dim)
+        self.act = SiLU()
+        self.dim, self.count = dim, count
+
+    def construct(self, temb: Tensor):
+        parts = float32(self.linear(self.act(temb))).reshape((-1, 1, self.count * self.dim))
+        return ops.split(parts, self.dim, axis=-1)
+
+
+class FeedForward(nn.Cell):
+    """Linear, tanh GELU, linear; named as diffusers' FeedForward (`net.0.proj`, `net.2`)."""
+
+    def __init__(self, dim: int, mult: int = 4):
+        super().__init__()
+        self.net = nn.CellList([_Projection(dim, mult * dim), nn.Identity(), Linear(mult * dim, dim)])
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.net[2](self.net[0](x))
+
+
+class _Projection(nn.Cell):
+    def __init__(self, dim: int, inner: int):
+        super().__init__()
+        self.proj = Linear(dim, inner)
+        self.act = GELU("tanh")
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.act(self.proj(x))
+
+
+class _Heads(nn.Cell):
+    """(B, S, H*D) to (B, H, S, D), normalised per head (query and key) and back."""
+
+    def __init__(self, heads: int, head_dim: int):
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.transpose(x.reshape((x.shape[0], x.shape[1], self.heads, self.head_dim)), (0, 2, 1, 3))
+
+
+class JointAttention(nn.Cell):
+    """Attention of a double block: separate projections of image and text tokens, one softmax over both."""
+
+    def __init__(self, config: FluxConfig):
+        super().__init__()
+        dim, heads, head_dim = config.inner_dim, config.num_attention_heads, config.attention_head_dim
+        self.to_q, self.to_k, self.to_v = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
+        self.norm_q, self.norm_k = RMSNorm(head_dim), RMSNorm(head_dim)
+        self.norm_added_q, self.norm_added_k = RMSNorm(head_dim), RMSNorm(head_dim)
+        self.to_out = nn.CellList([Linear(dim, dim)])
+        self.to_add_out = Linear(dim, dim)
+        self.split_heads = _Heads(heads, head_dim)
+        self.rotary = ApplyRotary(head_dim)
+        self.attention = ScaledDotProductAttention(heads, head_dim)
+        self.dim = dim
+
+    def construct(self, x: Tensor, text: Tensor, cos: Tensor, sin: Tensor):
+        split = self.split_heads
+        query = ops.concat((self.norm_added_q(split(self.add_q_proj(text))), self.norm_q(split(self.to_q(x)))), 2)
+        key = ops.concat((self.norm_added_k(split(self.add_k_proj(text))), self.norm_k(split(self.to_k(x)))), 2)
+        value = ops.concat((split(self.add_v_proj(text)), split(self.to_v(x))), 2)
+        y = self.attention(self.rotary(query, cos, sin), self.rotary(key, cos, sin), value)
+        y = ops.transpose(y, (0, 2, 1, 3)).reshape((x.shape[0], -1, self.dim))
+        tokens = text.shape[1]
+        return self.to_out[0](y[:, tokens:]), self.to_add_out(y[:, :tokens])
+
+
+class SelfAttention(nn.Cell):
+    """Attention of a single block, without output projection (it is part of the block's `proj_out`)."""
+
+    def __init__(self, config: FluxConfig):
+        super().__init__()
+        dim, head_dim = config.inner_dim, config.attention_head_dim
+        self.to_q, self.to_k, self.to_v = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
+        self.norm_q, self.norm_k = RMSNorm(head_dim), RMSNorm(head_dim)
+        self.split_heads = _Heads(config.num_attention_heads, head_dim)
+        self.rotary = ApplyRotary(head_dim)
+        self.attention = ScaledDotProductAttention(config.num_attention_heads, head_dim)
+        self.dim = dim
+
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query = self.rotary(self.norm_q(self.split_heads(self.to_q(x))), cos, sin)
+        key = self.rotary(self.norm_k(self.split_heads(self.to_k(x))), cos, sin)
+        y = self.attention(query, key, self.split_heads(self.to_v(x)))
+        return ops.transpose(y, (0, 2, 1, 3)).reshape((x.shape[0], -1, self.dim))
+
+
+class FluxTransformerBlock(nn.Cell):
+    """Double-stream block: modulated joint attention and feed-forward on image and text tokens."""
+
+    def __init__(self, config: FluxConfig):
+        super().__init__()
+        dim = config.inner_dim
+        self.norm1, self.norm1_context = Modulation(dim, 6), Modulation(dim, 6)
+        self.normalize = LayerNorm(dim, 1e-6, affine=False)
+        self.attn = JointAttention(config)
+        self.ff, self.ff_context = FeedForward(dim), FeedForward(dim)
+
+    def construct(self, x: Tensor, text: Tensor, temb: Tensor, cos: Tensor, sin: Tensor):
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.norm1(temb)
+        text_shift_a, text_scale_a, text_gate_a, text_shift_m, text_scale_m, text_gate_m = self.norm1_context(temb)
+        attended, text_attended = self.attn(
+            self.normalize(x) * (1.0 + scale_a) + shift_a,
+            self.normalize(text) * (1.0 + text_scale_a) + text_shift_a, cos, sin)
+        x = x + gate_a * attended
+        text = text + text_gate_a * text_attended
+        x = x + gate_m * self.ff(self.normalize(x) * (1.0 + scale_m) + shift_m)
+        text = text + text_gate_m * self.ff_context(self.normalize(text) * (1.0 + text_scale_m) + text_shift_m)
+        return x, text
+
+
+class FluxSingleTransformerBlock(nn.Cell):
+    """Single-stream block: attention and feed-forward in parallel, one output projection for both."""
+
+    def __init__(self, config: FluxConfig):
+        super().__init__()
+        dim = config.inner_dim
+        self.norm = Modulation(dim, 3)
+        self.normalize = LayerNorm(dim, 1e-6, affine=False)
+        self.proj_mlp = Linear(dim, 4 * dim)
+        self.act_mlp = GELU("tanh")
+        self.proj_out = Linear(5 * dim, dim)
+        self.attn = SelfAttention(config)
+
+    def construct(self, x: Tensor, temb: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shift, scale, gate = self.norm(temb)
+        y = self.normalize(x) * (1.0 + scale) + shift
+        branches = ops.concat((self.attn(y, cos, sin), self.act_mlp(self.proj_mlp(y))), axis=-1)
+        return x + gate * self.proj_out(branches)
+
+
+class _NormOut(nn.Cell):
+    """Final modulated norm; diffusers' AdaLayerNormContinuous gives scale before shift."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.linear = Linear(dim, 2 * dim)
+        self.act = SiLU()
+        self.normalize = LayerNorm(dim, 1e-6, affine=False)
+        self.dim = dim
+
+    def construct(self, x: Tensor, temb: Tensor) -> Tensor:
+        scale, shift = ops.split(float32(self.linear(self.act(temb))).reshape((-1, 1, 2 * self.dim)), self.dim, -1)
+        return self.normalize(x) * (1.0 + scale) + shift
+
+
+class _TimeTextEmbedding(nn.Cell):
+    def __init__(self, config: FluxConfig):
+        super().__init__()
+        dim = config.inner_dim
+        self.timestep_embedder = TimestepEmbedding(dim)
+        self.guidance_embeds = config.guidance_embeds
+        if config.guidance_embeds:
+            self.guidance_embedder = TimestepEmbedding(dim)
+        self.text_embedder = TextProjection(config.pooled_projection_dim, dim)
+
+    def construct(self, timestep: Tensor, guidance: Tensor | None, pooled: Tensor) -> Tensor:
+        y = self.timestep_embedder(timestep)
+        if self.guidance_embeds:
+            y = y + self.guidance_embedder(guidance)
+        return float32(y + self.text_embedder(pooled))
+
+
+class FluxTransformer2DModel(nn.Cell):
+    """Velocity of packed latents under text, time and guidance."""
+
+    output_names = ("sample",)
+    config_class = FluxConfig
+    class_name = "FluxTransformer2DModel"
+
+    def __init__(self, config: FluxConfig):
+        super().__init__()
+        self.config = config
+        self.pos_embed = RotaryFrequencies(tuple(config.axes_dims_rope))
+        self.time_text_embed = _TimeTextEmbedding(config)
+        self.context_embedder = Linear(config.joint_attention_dim, config.inner_dim)
+        self.x_embedder = Linear(config.in_channels, config.inner_dim)
+        self.transformer_blocks = nn.CellList([FluxTransformerBlock(config) for _ in range(config.num_layers)])
+        self.single_transformer_blocks = nn.CellList(
+            [FluxSingleTransformerBlock(config) for _ in range(config.num_single_layers)])
+        self.norm_out = _NormOut(config.inner_dim)
+        self.proj_out = Linear(config.inner_dim, config.out_channels or config.in_channels)
+
+    def construct(self, hidden_states: Tensor, encoder_hidden_states: Tensor, pooled_projections: Tensor,
+                  timestep: Tensor, img_ids: Tensor, txt_ids: Tensor, guidance: Tensor | None = None):
+        """Predict the velocity.
+
+        Args:
+            hidden_states: (B, S, in_channels) packed latents.
+            encoder_hidden_states: (B, L, joint_attention_dim) text tokens.
+            pooled_projections: (B, pooled_projection_dim).
+            timestep: (B,) in [0, 1]; the model multiplies by 1000, as diffusers does.
+            img_ids: (S, 3) float positions of the image tokens (0, row, column).
+            txt_ids: (L, 3) float positions of the text tokens, all zero in FLUX.
+            guidance: (B,) guidance scale, for models with `guidance_embeds` only.
+
+        Returns:
+            (sample,), sample (B, S, out_channels) in float32.
+        """
+        if self.config.guidance_embeds:
+            guidance = float32(guidance) * 1000.0
+        cos, sin = self.pos_embed(float32(ops.concat((txt_ids, img_ids), axis=0)))
+        temb = self.time_text_embed(float32(timestep) * 1000.0, guidance, pooled_projections)
+        x = float32(self.x_embedder(hidden_states))
+        text = float32(self.context_embedder(encoder_hidden_states))
+        for block in self.transformer_blocks:
+            x, text = block(x, text, temb, cos, sin)
+        tokens = text.shape[1]
+        x = ops.concat((text, x), axis=1)
+        for block in self.single_transformer_blocks:
+            x = block(x, temb, cos, sin)
+        x = self.norm_out(x[:, tokens:], temb)
+        return (float32(self.proj_out(x)),)

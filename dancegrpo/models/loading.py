@@ -1,0 +1,145 @@
+"""Reading and writing models in the layout of diffusers and transformers: config.json beside safetensors."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from dancegrpo.config import ConfigError
+from dancegrpo.models.autoencoder import PatchAutoencoder
+from dancegrpo.models.clip import CLIPModel, CLIPTextModel
+from dancegrpo.models.flux import FluxTransformer2DModel
+
+_MODELS = {model.class_name: model for model in (FluxTransformer2DModel, PatchAutoencoder, CLIPModel, CLIPTextModel)}
+_DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_TRANSFORMERS_WEIGHTS = "model.safetensors"
+
+
+def load_model(folder: str | Path, dtype: ms.Type | None = None, hidden_states: bool = False) -> nn.Cell:
+    """Build the model that `folder/config.json` names and load its weights.
+
+    Args:
+        folder: has `config.json` and one safetensors file, as diffusers or transformers save them.
+        dtype: dtype of the products (`mindspore.float16`, ...); parameters are float32 whatever is on disk.
+        hidden_states: a text encoder also returns `hidden_0` ... `hidden_n`.
+
+    Returns:
+        A Cell in evaluation mode whose call takes flat keyword arguments and returns a tuple;
+        `model.output_names` names its entries.
+
+    Raises:
+        ConfigError: missing files, unknown class, an unsupported option in the config, or parameters that are
+            missing, unexpected or misshapen.
+    """
+    from dancegrpo.models.layers import set_compute_dtype
+
+    folder = Path(folder)
+    config = read_config(folder)
+    model = build_model(config, str(folder / "config.json"), hidden_states=hidden_states)
+    load_parameters(model, read_weights(folder), str(folder))
+    if dtype is not None and dtype != ms.float32:
+        set_compute_dtype(model, dtype)
+    return model.set_train(False)
+
+
+def read_config(folder: Path) -> dict:
+    """The parsed `config.json` of a model folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def build_model(config: dict, source: str, **options) -> nn.Cell:
+    """A model with random weights from a parsed `config.json`; `source` names it in messages."""
+    name = config.get("_class_name") or (config.get("architectures") or [None])[0]
+    if name not in _MODELS:
+        raise ConfigError(f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODELS))}")
+    model_class = _MODELS[name]
+    try:
+        model = model_class(model_class.config_class.from_dict(config) if hasattr(model_class.config_class, "from_dict")
+                            else _from_known_fields(model_class.config_class, config))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+    if options.get("hidden_states"):
+        if not hasattr(model, "return_hidden_states"):
+            raise ConfigError(f"{source}: {name} has no hidden states to return; it is not a text encoder")
+        model.return_hidden_states()
+    return model
+
+
+def _from_known_fields(config_class, config: dict):
+    """A config dataclass from the keys it knows; keys with a leading underscore are the library's own notes."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    unknown = sorted(key for key in config if key not in names and not key.startswith("_"))
+    if unknown:
+        raise ValueError(f"unsupported options {', '.join(unknown)}; supported: {', '.join(sorted(names))}")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items() if key in names}
+    return config_class(**values)
+
+
+def read_weights(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of the safetensors file in a model folder, as stored."""
+    for name in (_DIFFUSERS_WEIGHTS, _TRANSFORMERS_WEIGHTS):
+        if (folder / name).is_file():
+            try:
+                return load_file(folder / name)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise ConfigError(f"{folder / name} cannot be read as safetensors: {error}") from error
+    raise ConfigError(f"{folder} has no weights; expected {_DIFFUSERS_WEIGHTS} or {_TRANSFORMERS_WEIGHTS}")
+
+
+def named_parameters(model: nn.Cell) -> dict[str, Parameter]:
+    """Parameters by the reference's names."""
+    return dict(model.parameters_and_names())
+
+
+def load_parameters(model: nn.Cell, weights: dict[str, np.ndarray], source: str) -> None:
+    """Set every parameter of `model` (kept in float32) from `weights`; names and shapes must match exactly."""
+    parameters = named_parameters(model)
+    missing = sorted(set(parameters) - set(weights))
+    unexpected = sorted(set(weights) - set(parameters) - set(getattr(model, "ignored_weights", ())))
+    misshapen = [f"{name} is {tuple(weights[name].shape)}, expected {tuple(parameters[name].shape)}"
+                 for name in sorted(set(parameters) & set(weights))
+                 if tuple(weights[name].shape) != tuple(parameters[name].shape)]
+    problems = [f"{label} {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+                for label, names in (("missing", missing), ("unexpected", unexpected), ("misshapen:", misshapen))
+                if names]
+    if problems:
+        raise ConfigError(f"{source}: the weights do not fit {type(model).__name__}: {'; '.join(problems)}")
+    for name, parameter in parameters.items():
+        parameter.set_data(Tensor(np.ascontiguousarray(weights[name], dtype=np.float32)))
+
+
+def parameter_arrays(model: nn.Cell) -> dict[str, np.ndarray]:
+    """Host copies of all parameters by the reference's names."""
+    return {name: parameter.asnumpy() for name, parameter in named_parameters(model).items()}
+
+
+def save_model(model: nn.Cell, folder: str | Path, dtype: str = "float32",
+               weights: dict[str, np.ndarray] | None = None) -> None:
+    """Write `config.json` and one safetensors file, as the reference library would.
+
+    Args:
+        model: any model of this package.
+        folder: created if needed; existing files of the same names are replaced.
+        dtype: `"float32"` or `"float16"` on disk.
+        weights: arrays to write in place of the model's own parameters (an EMA, say), by the same names.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dataclasses.asdict(model.config)
+    is_transformers = model.class_name.startswith("CLIP")
+    header = {"architectures": [model.class_name]} if is_transformers else {"_class_name": model.class_name}
+    (folder / "config.json").write_text(json.dumps(header | config, indent=2) + "\n", encoding="utf-8")
+    arrays = parameter_arrays(model) if weights is None else weights
+    save_file({name: np.ascontiguousarray(array, dtype=dtype) for name, array in arrays.items()},
+              folder / (_TRANSFORMERS_WEIGHTS if is_transformers else _DIFFUSERS_WEIGHTS), metadata={"format": "pt"})

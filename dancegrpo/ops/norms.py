@@ -1,0 +1,100 @@
+"""Layer norm and RMS norm over the last axis, always computed in float32 and returned in the input's dtype."""
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from dancegrpo.ops.activations import float32
+from dancegrpo.ops.device import select
+
+
+class _MeanLastAxis(nn.Cell):
+    """Mean over the last axis as a product with a constant column.
+
+    On CPU this halves the time of the norms' gradient against `ReduceMean`.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.column = Tensor(np.full((size, 1), 1.0 / size, np.float32))
+
+    def construct(self, x: Tensor) -> Tensor:  # (..., size) -> (..., 1)
+        return ops.matmul(x, self.column)
+
+
+class _LayerNormComposed(nn.Cell):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.mean = _MeanLastAxis(size)
+        self.eps = eps
+
+    def construct(self, x: Tensor) -> Tensor:
+        centred = x - self.mean(x)
+        return centred * ops.rsqrt(self.mean(centred * centred) + self.eps)
+
+
+class _LayerNormKernel(nn.Cell):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.norm = ops.LayerNorm(begin_norm_axis=-1, begin_params_axis=-1, epsilon=eps)
+        self.ones = Tensor(np.ones(size, np.float32))
+        self.zeros = Tensor(np.zeros(size, np.float32))
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.ones, self.zeros)[0]
+
+
+class LayerNorm(nn.Cell):
+    """Layer normalisation (Ba et al., 2016) over the last axis.
+
+    Args:
+        size: length of the last axis.
+        eps: added to the variance.
+        affine: with parameters `weight` and `bias` of shape (size,), as torch.nn.LayerNorm names them.
+        device: device target, the current one when None.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-5, affine: bool = True, device: str | None = None):
+        super().__init__()
+        self.normalize = select({"CPU": _LayerNormComposed, "Ascend": _LayerNormKernel}, device)(size, eps)
+        self.affine = affine
+        if affine:
+            self.weight = Parameter(Tensor(np.ones(size, np.float32)), name="weight")
+            self.bias = Parameter(Tensor(np.zeros(size, np.float32)), name="bias")
+
+    def construct(self, x: Tensor) -> Tensor:
+        y = self.normalize(float32(x))
+        if self.affine:
+            y = y * float32(self.weight) + float32(self.bias)
+        return y.astype(x.dtype)
+
+
+class _RMSNormComposed(nn.Cell):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.mean = _MeanLastAxis(size)
+        self.eps = eps
+
+    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * ops.rsqrt(self.mean(x * x) + self.eps) * weight
+
+
+class _RMSNormKernel(nn.Cell):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x, weight, self.eps)[0]
+
+
+class RMSNorm(nn.Cell):
+    """Root-mean-square normalisation (Zhang and Sennrich, 2019) over the last axis, parameter `weight` (size,)."""
+
+    def __init__(self, size: int, eps: float = 1e-6, device: str | None = None):
+        super().__init__()
+        self.normalize = select({"CPU": _RMSNormComposed, "Ascend": _RMSNormKernel}, device)(size, eps)
+        self.weight = Parameter(Tensor(np.ones(size, np.float32)), name="weight")
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.normalize(float32(x), float32(self.weight)).astype(x.dtype)
+

@@ -1,0 +1,77 @@
+"""From a path on the command line to a loaded pipeline."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+from dancegrpo.config import ConfigError
+from dancegrpo.pipelines.base import Pipeline
+from dancegrpo.runtime.runlog import checkpoint_path, saved_iterations
+
+SHIPPED = {"small-flux": Path(__file__).resolve().parent.parent / "assets" / "small-flux"}
+_FAMILIES = {"FluxPipeline": "dancegrpo.pipelines.flux"}
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """The pipeline folder that a path means.
+
+    Args:
+        path: a shipped name (`small-flux`), a run folder (its last checkpoint), a checkpoint folder, or any folder
+            with `model_index.json`.
+
+    Raises:
+        ConfigError: nothing usable there.
+    """
+    if str(path) in SHIPPED and not Path(path).is_dir():
+        return SHIPPED[str(path)]
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint {folder} does not exist; give a folder, or one of: {', '.join(SHIPPED)}")
+    if (folder / "checkpoints").is_dir():
+        saved = saved_iterations(folder)
+        if not saved:
+            raise ConfigError(f"{folder} is a run that has not saved a checkpoint yet")
+        return checkpoint_path(folder, saved[-1])
+    if not (folder / "model_index.json").is_file():
+        raise ConfigError(f"checkpoint {folder} is neither a run nor a pipeline folder: it has no model_index.json")
+    return folder
+
+
+def load_pipeline(path: str | Path, compute: str = "float32", guidance_scale: float | None = None,
+                  weights: str | None = None) -> Pipeline:
+    """Load a pipeline for sampling or training.
+
+    Args:
+        path: see `resolve_checkpoint`.
+        compute: dtype name of the matrix products.
+        guidance_scale: for guidance-distilled models; None takes the model's default.
+        weights: `"raw"` takes the trained weights of a run that also kept an average, `"ema"` insists on the
+            average; None takes what the checkpoint shows (the average if there is one).
+
+    Raises:
+        ConfigError: unknown pipeline class, missing or unfitting components.
+    """
+    folder = resolve_checkpoint(path)
+    try:
+        family = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'model_index.json'} cannot be read: {error}") from error
+    if family not in _FAMILIES:
+        raise ConfigError(f"{folder}: pipeline class {family!r} is not supported; valid: {', '.join(_FAMILIES)}")
+    pipeline = getattr(import_module(_FAMILIES[family]), family)(folder, compute, guidance_scale)
+    _choose_weights(pipeline, folder, weights)
+    return pipeline
+
+
+def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> None:
+    from dancegrpo.models.loading import load_parameters
+
+    if weights not in (None, "raw", "ema"):
+        raise ConfigError(f"weights is {weights!r}; valid: raw, ema")
+    state = folder / "run_state"
+    if weights == "ema" and not (state / "average.safetensors").is_file():
+        raise ConfigError(f"{folder} keeps no average of its weights; use --weights raw")
+    if weights == "raw" and (state / "policy.safetensors").is_file():
+        load_parameters(pipeline.backbone, load_file(state / "policy.safetensors"), str(state))

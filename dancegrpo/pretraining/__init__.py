@@ -1,0 +1,1 @@
+"""Trains the small models that ship with the package, from nothing."""

@@ -1,0 +1,83 @@
+"""Nothing that is not finite reaches the weights, and a clip range below the numerical noise is refused."""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+from dancegrpo.config import ConfigError
+
+
+class NotFinite(RuntimeError):
+    """Too many updates in a row were skipped; the message names the first tensor that was not finite."""
+
+
+class FiniteGuard:
+    """Counts skipped updates and stops a run that only skips.
+
+    Args:
+        max_skipped: updates in a row that are skipped before the run stops (`train.max_skipped`).
+
+    Attributes:
+        in_row: updates skipped since the last one that was applied.
+    """
+
+    def __init__(self, max_skipped: int) -> None:
+        self.max_skipped, self.in_row = max_skipped, 0
+
+    def applied(self) -> None:
+        """Tells that an update was applied."""
+        self.in_row = 0
+
+    def skipped(self, bad: str, iteration: int, last_good: str) -> None:
+        """Tells that an update was skipped.
+
+        Args:
+            bad: what was not finite. iteration: where. last_good: the last good checkpoint, for the message.
+
+        Raises:
+            NotFinite: it was one too many.
+        """
+        self.in_row += 1
+        tqdm.write(
+            f"iteration {iteration}: {bad} is not finite, the update is skipped ({self.in_row} in a row)",
+            file=sys.stderr,
+        )
+        if self.in_row >= self.max_skipped:
+            raise NotFinite(
+                f"stopped at iteration {iteration}: {self.in_row} updates in a row were not finite "
+                f"(train.max_skipped); the first bad tensor is {bad}; the last good checkpoint is {last_good}"
+            )
+
+
+class RatioCheck:
+    """Looks once at the probability ratio before any update, where it should be exactly 1.
+
+    Args:
+        clip_range: `train.clip_range`.
+    """
+
+    def __init__(self, clip_range: float) -> None:
+        self.clip_range, self._done = clip_range, False
+
+    def look(self, deviation: float) -> None:
+        """Prints the first deviation that it is given, and ignores later ones.
+
+        Args:
+            deviation: max |ratio - 1| in the first update of a rollout.
+
+        Raises:
+            ConfigError: the clip range does not lie above it, so it would clip rounding errors.
+        """
+        if self._done:
+            return
+        self._done = True
+        text = f"ratio new/old before the first update: at most {deviation:.3g} away from 1"
+        tqdm.write(f"{text} (clip range {self.clip_range:g})", file=sys.stdout)
+        if deviation >= self.clip_range:
+            raise ConfigError(
+                f"train.clip_range = {self.clip_range:g} lies below the numerical noise of the probability "
+                f"ratio: before any update, where it should be 1, it deviates by {deviation:.3g} on this "
+                "device at this precision; use a larger train.clip_range or precision.compute=float32"
+            )

@@ -1,0 +1,43 @@
+"""The numbers that an iteration leaves in metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dancegrpo.rl.update import UpdateStats
+
+
+def reward_metrics(scores: Mapping[str, np.ndarray], group_size: int) -> dict[str, float]:
+    """Per label: the mean of all scores, and the mean over groups of the sample standard deviation in them.
+
+    Args:
+        scores: label -> (N,). group_size: candidates per prompt, side by side.
+    """
+    metrics = {}
+    for label, values in scores.items():
+        groups = np.asarray(values, np.float64).reshape(-1, group_size)
+        metrics[f"reward/{label}/mean"] = float(groups.mean())
+        with np.errstate(invalid="ignore"):  # infinite scores have no spread, and are reported as such
+            metrics[f"reward/{label}/group_std"] = float(groups.std(axis=1, ddof=1).mean())
+    return metrics
+
+
+def update_metrics(measured: Sequence[UpdateStats], learning_rate: float, skipped: int) -> dict[str, float]:
+    """Means over the updates of an iteration that were applied; not-a-number where there was none."""
+
+    def mean(name: str) -> float:
+        values = [getattr(stats, name) for stats in measured if stats.finite]
+        return float(np.mean(values)) if values else float("nan")
+
+    return {
+        "ratio/first_max_deviation": measured[0].ratio_deviation if measured else float("nan"),
+        "ratio/mean": mean("ratio_mean"),
+        "ratio/clip_fraction": mean("clip_fraction"),
+        "loss/policy": mean("policy_loss"),
+        "loss/kl": mean("kl_loss"),
+        "grad/norm": mean("grad_norm"),
+        "lr": learning_rate,
+        "skipped": skipped,
+    }

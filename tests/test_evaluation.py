@@ -1,0 +1,242 @@
+"""Evaluation and generation: intervals, fixed prompts and noise, verdicts, files."""
+
+import json
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+
+from dancegrpo.config import ConfigError, load_config
+from dancegrpo.data import PromptSet
+from dancegrpo.data.shapes_world import IMAGE_SIZE, render, scene_of
+from dancegrpo.evaluation.evaluate import Evaluator, balanced_requests, diversity_of, results
+from dancegrpo.evaluation.statistics import accuracy_table, difference_table, paired_difference, wilson
+from dancegrpo.models import save_model
+from dancegrpo.models.clip import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+from dancegrpo.models.tokenizers import save_word_tokenizer
+from dancegrpo.pipelines.generate import (
+    ImageGenerator,
+    ImageRequest,
+    check_output,
+    requests_for,
+    write_images,
+)
+from dancegrpo.runtime import probes
+from dancegrpo.runtime.pixels import to_uint8
+from dancegrpo.runtime.setup import setup_runtime
+
+PROMPTS = ("a red circle", "a green square", "a circle and a square", "a star and a cross")
+CATEGORIES = ("colors", "colors", "two_objects", "two_objects")
+
+
+def test_wilson_matches_newcombe_1998():
+    # R. G. Newcombe, "Two-sided confidence intervals for the single proportion", Stat. Med. 17 (1998), table
+    # I.
+    for successes, n, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+    ):
+        interval = wilson(successes, n)
+        assert (interval.low, interval.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    assert wilson(20, 20).high == 1.0
+
+
+def _pairs(both, only_first, only_second, neither):
+    first = [True] * (both + only_first) + [False] * (only_second + neither)
+    second = [True] * both + [False] * only_first + [True] * only_second + [False] * neither
+    return first, second
+
+
+def test_paired_difference_matches_a_published_table():
+    # Fagerland, Lydersen, Laake, "Statistical Analysis of Contingency Tables" (2017), chapter 8: complete
+    # response before and after consolidation therapy (Cavo et al., 2012), Newcombe's square-and-add interval.
+    interval = paired_difference(*_pairs(59, 6, 16, 80))
+    assert interval.value == pytest.approx(-0.0621, abs=5e-5)
+    assert (interval.low, interval.high) == (
+        pytest.approx(-0.1186, abs=5e-5),
+        pytest.approx(-0.0046, abs=5e-5),
+    )
+
+
+def test_paired_difference_turns_with_its_arguments_and_covers_equal_models():
+    first, second = _pairs(30, 12, 4, 10)
+    there, back = paired_difference(first, second), paired_difference(second, first)
+    assert (there.value, there.low, there.high) == pytest.approx((-back.value, -back.high, -back.low))
+    same = paired_difference(first, first)
+    assert same.low < 0 < same.high  # n is finite: equal verdicts do not prove equal models
+
+
+def test_tables_count_overall_and_by_category():
+    table = accuracy_table([True, False, True, True], CATEGORIES)
+    assert {name: (interval.value, interval.n) for name, interval in table.items()} == {
+        "overall": (0.75, 4),
+        "colors": (0.5, 2),
+        "two_objects": (1.0, 2),
+    }
+    gain = difference_table([True, False, True, True], [True, True, False, False], CATEGORIES)
+    assert [interval.value for interval in gain.values()] == [0.25, -0.5, 1.0]
+
+
+def test_smaller_evaluation_is_a_balanced_part_of_a_larger_one():
+    prompts, categories = [f"p{i}" for i in range(6)], ["a"] * 4 + ["b"] * 2
+    large = balanced_requests(prompts, categories, 9)
+    assert balanced_requests(prompts, categories, 4) == large[:4]
+    assert [categories[request.prompt_index] for request in large[:4]] == ["a", "b", "a", "b"]
+    assert large[6:] == [ImageRequest(r.prompt, r.prompt_index, 1) for r in large[:3]]
+
+
+def test_diversity_counts_accepted_images_of_prompts_with_two():
+    same, apart = np.tile([[1.0, 0.0]], (3, 1)), np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    accepted = np.array([[True, True, True], [True, True, False], [True, False, False]])
+    diversity = diversity_of(np.stack([same, apart, apart]), accepted)
+    assert (diversity.accepted, diversity.accepted_prompts) == (pytest.approx(0.5), 2)  # (0 + 1) / 2
+    assert diversity.all == pytest.approx((0 + 4 / 3 + 4 / 3) / 3)
+    assert diversity_of(same[None], np.zeros((1, 3), bool)).accepted is None
+
+
+class _Painter(nn.Cell):
+    """A perfect rectified-flow model of one picture for each prompt: v = (x - picture) / sigma."""
+
+    def construct(self, latents, timestep, picture):
+        return (latents - picture) / (timestep / 1000.0).reshape((-1, 1, 1, 1))
+
+
+class _Frame(nn.Cell):
+    def construct(self, latents):
+        return ms.ops.clip(latents, 0.0, 1.0)
+
+
+class FakePipeline:
+    """Draws its prompt's scene, or for prompts in `wrong` an empty picture."""
+
+    latent_shape = (3, IMAGE_SIZE, IMAGE_SIZE)
+
+    def __init__(self, wrong=()):
+        self.wrong, self.denoiser, self._frame = wrong, _Painter(), _Frame()
+
+    def encode_prompts(self, prompts):
+        pictures = [
+            np.full((IMAGE_SIZE, IMAGE_SIZE, 3), 240, np.uint8)
+            if prompt in self.wrong
+            else render(scene_of(prompt), np.random.default_rng(len(prompt)))
+            for prompt in prompts
+        ]
+        return (np.stack(pictures).transpose(0, 3, 1, 2).astype(np.float32) / 255,)
+
+    def decode(self, latents):
+        return self._frame(latents)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _graph_mode():
+    setup_runtime(compile_cache=False)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    words = tuple(sorted({word for prompt in PROMPTS for word in prompt.split()}))
+    save_word_tokenizer(words, 10, folder)
+    text = CLIPTextConfig(len(words) + 3, 8, 16, 1, 2, 10, eos_token_id=len(words) + 2)
+    model = CLIPModel(CLIPConfig(text, CLIPVisionConfig(8, 16, 1, 2, 3, IMAGE_SIZE, 16), projection_dim=8))
+    save_model(model, folder)
+    return str(folder)
+
+
+def _evaluator(clip_folder, *overrides):
+    config = load_config(
+        None, ["evaluation.images=8", "evaluation.num_steps=2", "evaluation.batch=6", *overrides]
+    )
+    return config, Evaluator(
+        config, PromptSet(PROMPTS, tuple({"category": c} for c in CATEGORIES)), clip_folder
+    )
+
+
+def test_evaluation_judges_compares_and_compiles_once(clip_folder):
+    config, evaluator = _evaluator(clip_folder)
+    before, after = (
+        FakePipeline(wrong=("a green square", "a circle and a square")),
+        FakePipeline(("a green square",)),
+    )
+    base = evaluator.evaluate(before)
+    compilations = probes.compilations()
+    assert (
+        evaluator.evaluate(before).rewards["ClipScoreReward"].tolist()
+        == base.rewards["ClipScoreReward"].tolist()
+    )
+    # A second generator compiles its own step; judges and rewards are shared.
+    assert probes.compilations() - compilations <= 1
+    table = results(config, "after", evaluator.evaluate(after), "before", base)
+    assert set(table) >= {"accuracy", "difference", "reward", "diversity", "checkpoint", "config", "seed"}
+    assert {name: entry["value"] for name, entry in table["accuracy"].items()} == {
+        "overall": 0.75,
+        "colors": 0.5,
+        "two_objects": 1.0,
+    }
+    assert table["difference"]["overall"]["value"] == 0.25
+    assert table["agreement"]["overall"]["value"] == 1.0
+    assert table["reward"]["ShapesRuleReward"]["mean"] > 0.7
+    # The painter draws one picture for each prompt whatever the noise: no diversity at all.
+    assert table["diversity"]["clip_distance"]["accepted"] == pytest.approx(0.0, abs=1e-5)
+    json.dumps(table)
+
+
+def test_evaluation_refuses_other_prompts(clip_folder):
+    config = load_config()
+    with pytest.raises(ConfigError, match="'a cat' is no caption of the shapes world"):
+        Evaluator(config, PromptSet(("a red circle", "a cat"), ({}, {})), clip_folder)
+
+
+class _Noisy(nn.Cell):
+    """v = x: the picture depends on the noise alone."""
+
+    def construct(self, latents, timestep, picture):
+        return 0.5 * latents + 0.0 * picture
+
+
+def test_images_depend_on_seed_prompt_and_candidate_only():
+    pipeline = FakePipeline()
+    pipeline.denoiser = _Noisy()
+    generator = ImageGenerator(pipeline, num_steps=2, batch=4)
+    many = generator.images(requests_for(PROMPTS, 3), seed=7)
+    compilations = probes.compilations()
+    few = generator.images(requests_for(PROMPTS[:1], 2), seed=7)
+    assert probes.compilations() == compilations
+    np.testing.assert_array_equal(few, many[:2])
+    assert len({image.tobytes() for image in many}) == len(many) == 12
+    assert generator.images(requests_for(PROMPTS[:1], 2), seed=8).tobytes() != few.tobytes()
+
+
+def test_generated_folder_has_images_grid_and_records(tmp_path):
+    generator = ImageGenerator(FakePipeline(), num_steps=2, batch=4)
+    requests = requests_for(PROMPTS[:3], 2)
+    write_images(generator, requests, 7, check_output(tmp_path))
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["grid.png", *(f"image_{i:04d}.png" for i in range(6)), "prompts.jsonl"]
+    records = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert records[3] == {
+        "file": "image_0003.png",
+        "prompt": PROMPTS[1],
+        "prompt_index": 1,
+        "candidate": 1,
+        "seed": 7,
+    }
+    with pytest.raises(ConfigError, match="already holds image_0000.png"):
+        check_output(tmp_path)
+    assert check_output(tmp_path, overwrite=True) == tmp_path and len(list(tmp_path.iterdir())) == 8
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "message"),
+    [([], 1, "no prompt"), (["a", " "], 1, "prompt 2 of 2 is empty"), (["a"], 0, "at least 1")],
+)
+def test_bad_requests_are_refused(prompts, count, message):
+    with pytest.raises(ConfigError, match=message):
+        requests_for(prompts, count)
+
+
+def test_to_uint8_rounds_to_the_nearest():
+    image = np.array([0.0, 0.5, 1.0, 1.7, -0.2, 0.1], np.float32).reshape(1, 1, 1, 6).repeat(3, 1)
+    assert to_uint8(image)[0, 0, :, 0].tolist() == [0, 128, 255, 255, 0, 26]

@@ -1,0 +1,96 @@
+"""RL post-training of a text-to-image model with GRPO.
+
+    python tools/train_grpo.py --config flux_small.yaml --output runs/first
+    python tools/train_grpo.py --output runs/first --resume
+    python tools/train_grpo.py --output runs/mine --set data.prompts=mine.txt train.iterations=50
+
+Writes checkpoints, metrics.jsonl, TensorBoard events, sample grids and report.png into the output folder. The
+same command writes the same weights; Ctrl-C saves, and --resume continues to the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from dancegrpo.config import Config, counts_table, load_config
+from dancegrpo.runtime.cli import common_options, run_cli
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[common_options()]
+    )
+    parser.add_argument("--output", metavar="RUN", required=True, help="run folder")
+    parser.add_argument(
+        "--resume",
+        metavar="ITERATION",
+        nargs="?",
+        type=int,
+        const=True,
+        default=False,
+        help="continue the run after its last checkpoint, or after this iteration",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="model to start from: a folder in diffusers layout, a "
+        "checkpoint or a run folder (default: model.checkpoint of the config)",
+    )
+    return parser.parse_args(arguments)
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The config given, else that of the run to resume or to start from, else the default."""
+    runs = [args.output] if args.resume is not False else []
+    runs += [args.checkpoint] if args.checkpoint else []
+    known = [Path(run, "config.yaml") for run in runs if Path(run, "config.yaml").is_file()]
+    overrides = list(args.set)
+    overrides += [f"train.seed={args.seed}"] if args.seed is not None else []
+    overrides += [f"model.checkpoint={args.checkpoint}"] if args.checkpoint else []
+    return load_config(args.config or (known[0] if known else None), overrides)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    config = config_of(args)
+    from dancegrpo.rl.launch import build_trainer, open_run
+
+    with open_run(args.output, config, resume=args.resume, overwrite=args.overwrite) as folder:
+        if folder.start >= config.train.iterations and (folder.path / "summary.json").exists():
+            print(f"{args.output}: nothing to do, all {folder.start} iterations are done")
+            return
+        print(counts_table(config))
+        begin = f"continuing after iteration {folder.start}" if folder.start else "starting"
+        print(
+            f"\n{begin}: {config.model.checkpoint} on {config.data.prompts}, into {args.output}", flush=True
+        )
+        summary = build_trainer(config, folder).train()
+    rewards = ", ".join(
+        f"{label} {_number(values['first'])} to {_number(values['last'])}"
+        for label, values in summary["reward"].items()
+    )
+    print(
+        f"\n{summary['iterations']} iterations, {summary['images']} images in {summary['seconds']:.0f} s; "
+        f"mean reward, first to last iteration: {rewards}"
+    )
+    for name, what in (
+        (summary["checkpoint"], "the trained model"),
+        ("report.png", "before, after and curves"),
+        ("samples/", "the same prompts over time"),
+        ("metrics.jsonl", "every number"),
+    ):
+        print(f"  {args.output}/{name}: {what}")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    run_cli(main)
