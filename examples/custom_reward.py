@@ -1,4 +1,4 @@
-"""Two rewards of your own, each used from config alone:
+r"""Two rewards of your own, each used from config alone:
 
     python tools/train_grpo.py --output runs/red \
         --set 'reward.terms=[{name: "examples/custom_reward.py:RednessReward", weight: 1.0}]'

@@ -12,16 +12,19 @@ from dancegrpo.data import PromptSet
 from dancegrpo.data.shapes_world import IMAGE_SIZE, render, scene_of
 from dancegrpo.evaluation.evaluate import Evaluator, balanced_requests, diversity_of, results
 from dancegrpo.evaluation.statistics import accuracy_table, difference_table, paired_difference, wilson
-from dancegrpo.models import save_model
+from dancegrpo.models import load_model, load_tokenizer, save_model
 from dancegrpo.models.clip import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 from dancegrpo.models.tokenizers import save_word_tokenizer
 from dancegrpo.pipelines.generate import (
+    GenerateOptions,
     ImageGenerator,
     ImageRequest,
     check_output,
+    generate,
     requests_for,
     write_images,
 )
+from dancegrpo.rewards import ClipScoreReward, LabelledReward, RewardSet
 from dancegrpo.runtime import probes
 from dancegrpo.runtime.pixels import to_uint8
 from dancegrpo.runtime.setup import setup_runtime
@@ -145,6 +148,18 @@ def clip_folder(tmp_path_factory):
     return str(folder)
 
 
+def test_clip_score_is_the_cosine_of_both_towers(clip_folder):
+    model, tokenizer = load_model(clip_folder), load_tokenizer(clip_folder)
+    images = np.random.default_rng(0).random((2, 3, IMAGE_SIZE, IMAGE_SIZE), np.float32)
+    mean = np.float32([0.48145466, 0.4578275, 0.40821073]).reshape(1, 3, 1, 1)
+    std = np.float32([0.26862954, 0.26130258, 0.27577711]).reshape(1, 3, 1, 1)
+    texts = ["a star and a cross", "a red circle"]
+    _, image, text, _ = model(ms.Tensor(tokenizer(texts)), ms.Tensor((images - mean) / std))
+    rewards = RewardSet([LabelledReward("clip", ClipScoreReward(clip_folder, scale=100.0))])
+    scores = rewards.score(ms.Tensor(images), texts)["clip"]
+    np.testing.assert_allclose(scores, 100 * (image.asnumpy() * text.asnumpy()).sum(-1), rtol=1e-4)
+
+
 def _evaluator(clip_folder, *overrides):
     config = load_config(
         None, ["evaluation.images=8", "evaluation.num_steps=2", "evaluation.batch=6", *overrides]
@@ -226,6 +241,16 @@ def test_generated_folder_has_images_grid_and_records(tmp_path):
     with pytest.raises(ConfigError, match="already holds image_0000.png"):
         check_output(tmp_path)
     assert check_output(tmp_path, overwrite=True) == tmp_path and len(list(tmp_path.iterdir())) == 8
+
+
+def test_bad_checkpoint_leaves_earlier_images_untouched(tmp_path):
+    (tmp_path / "image_0000.png").write_bytes(b"precious")
+    options = GenerateOptions(
+        str(tmp_path), prompts=("a red circle",), checkpoint=str(tmp_path / "none"), overwrite=True
+    )
+    with pytest.raises(ConfigError, match="does not exist"):
+        generate(load_config(), options)
+    assert (tmp_path / "image_0000.png").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize(

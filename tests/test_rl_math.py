@@ -23,7 +23,13 @@ from dancegrpo.rl.objectives import (  # noqa: E402
     kl_on_means,
     make_objective,
 )
-from dancegrpo.rl.optim import ApplyGradients, FlatParameters, make_adamw, make_learning_rate  # noqa: E402
+from dancegrpo.rl.optim import (  # noqa: E402
+    ApplyGradients,
+    FlatParameters,
+    LossScale,
+    make_adamw,
+    make_learning_rate,
+)
 from dancegrpo.rl.trajectory import select_transitions  # noqa: E402
 from dancegrpo.rl.update import PolicyUpdater, TransitionBatch  # noqa: E402
 
@@ -194,6 +200,19 @@ def test_learning_rate_schedules():
     assert np.allclose(rates("constant", 4), [*warm, *[0.5] * 6])
     assert np.allclose(rates("linear", 4), [*warm, *(0.5 * np.arange(6, 0, -1) / 6)])
     assert np.allclose(rates("cosine", 4), [*warm, *(0.25 * (1 + np.cos(np.pi * np.arange(6) / 6)))])
+
+
+def test_loss_scale():
+    scale = LossScale.of("float16")
+    assert scale.value == 65536 and LossScale.of("float32").value == 1
+    scale.step(finite=False)
+    assert scale.value == 32768
+    for _ in range(scale.growth_interval):
+        scale.step(finite=True)
+    assert scale.value == 65536
+    off = LossScale.of("float32")
+    off.step(finite=False)
+    assert off.value == 1
 
 
 def test_selected_transitions():

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -34,9 +36,38 @@ from dancegrpo.runtime.signals import Terminated  # noqa: E402
 PROMPTS = PromptSet(tuple(f"prompt {i}" for i in range(5)), tuple({"index": i} for i in range(5)))
 KEYS = {
     "iteration", "images", "reward/redness/mean", "reward/redness/group_std",
-    "ratio/first_max_deviation", "ratio/mean", "ratio/clip_fraction", "loss/policy", "loss/kl", "grad/norm", "lr", "skipped",
-    "time/rollout", "time/score", "time/update", "memory/peak_rss_mb", "graph/compilations",
+    "ratio/first_max_deviation", "ratio/mean", "ratio/clip_fraction", "loss/policy", "loss/kl",
+    "grad/norm", "lr", "skipped", "time/rollout", "time/score", "time/update",
+    "memory/peak_rss_mb", "graph/compilations",
 }  # fmt: skip
+
+
+INTERRUPTED = """
+from dancegrpo.runtime.cli import run_cli
+from dancegrpo.runtime.delivery import deliver_signals
+from dancegrpo.runtime.signals import StopSignal
+
+def main(arguments):
+    from dancegrpo.runtime.setup import setup_runtime
+    setup_runtime(compile_cache=False)
+    import os, signal, time
+    import numpy as np
+    from mindspore import Tensor, nn
+
+    class Double(nn.Cell):
+        def construct(self, x):
+            return x + x
+
+    with StopSignal() as stop:
+        Double()(Tensor(np.ones(3, np.float32)))
+        os.kill(os.getpid(), signal.SIGINT)
+        while not stop.requested:
+            time.sleep(0.01)
+        stop.check()
+
+deliver_signals()
+run_cli(main)
+"""
 
 
 class ToyDenoiser(nn.Cell):
@@ -211,34 +242,35 @@ def test_interrupt_before_an_update_saves_the_iteration_before(tmp_path):
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
 
 
+def test_ctrl_c_stays_ctrl_c_after_a_graph_ran(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130, done.stderr
+
+
 def test_rewards_that_are_not_finite_change_nothing(tmp_path):
     calls = []
 
-    def sometimes(*args):
+    def failing(*args):
         calls.append(1)
         scores = redness(*args)
-        scores[3] = np.nan if len(calls) == 2 else scores[3]
-        return scores
+        if len(calls) == 2:
+            scores[3] = np.nan
+        return scores if len(calls) < 4 else np.full_like(scores, np.inf)
 
-    config = config_of(3, output={"checkpoint_every": 1, "keep_last": 0})
-    _, rows = train(tmp_path / "once", config, sometimes)
-    assert [row["skipped"] for row in rows] == [0, 1, 0]
+    config = config_of(9, output={"checkpoint_every": 1, "keep_last": 0}, max_skipped=3)
+    with pytest.raises(NotFinite, match=r"iteration 6: 3 updates.*the reward 'redness'.*iteration_000005"):
+        train(tmp_path / "run", config, failing)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["skipped"] for row in rows] == [0, 1, 0, 1, 1]
     assert rows[1]["loss/policy"] is None and rows[2]["loss/policy"] is not None
-    saved = [tmp_path / "once" / "checkpoints" / f"iteration_{i:06d}" for i in (1, 2, 3)]
-    first, second, third = ((path / "transformer" / "weights.safetensors").read_bytes() for path in saved)
-    assert first == second != third
-
-    calls.clear()
-
-    def from_the_second_on(*args):
-        calls.append(1)
-        return redness(*args) if len(calls) == 1 else np.full(len(args[0]), np.inf)
-
-    config = config_of(9, output={"checkpoint_every": 1}, max_skipped=3)
-    with pytest.raises(NotFinite, match=r"iteration 4: 3 updates.*the reward 'redness'.*iteration_000003"):
-        train(tmp_path / "always", config, from_the_second_on)
-    assert all(np.isfinite(array).all() for array in load_run_state(
-        tmp_path / "always" / "checkpoints" / "iteration_000003").policy.values())  # fmt: skip
+    saved = [load_run_state(path) for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    weights = [np.concatenate([array.ravel() for array in state.policy.values()]) for state in saved]
+    assert np.isfinite(weights).all()
+    changed = [not np.array_equal(a, b) for a, b in zip(weights[:-1], weights[1:], strict=True)]
+    assert changed == [False, True, False, False]
+    assert [state.counters["updates"] for state in saved] == [1, 1, 2, 2, 2]
 
 
 class TinyTrajectory:
@@ -262,6 +294,11 @@ class TinyTrajectory:
         )
         self.advantages = rng.standard_normal(images).astype(np.float32)
         self.chosen = select_transitions(images, steps, steps - 1, seed=0, iteration=1).reshape(-1, batch, 2)
+
+    def means(self, batch):
+        """Means under the current weights, by the graph of the rollout."""
+        arrays = (batch.latents, batch.sigmas, batch.sigmas_next, batch.timesteps, batch.latents)
+        return self.step(*map(Tensor, arrays), None, *map(Tensor, batch.conditions))[1].asnumpy()
 
     def updater(self, **train):
         settings = {"clip_range": 0.02, "learning_rate": 1e-2} | train
@@ -298,23 +335,36 @@ def test_gradients_that_are_not_finite_change_nothing():
 
 def test_each_loss_term_has_a_gradient():
     toy = toy_trajectory()
+    updater = toy.updater(kl_weight=0.5)
 
-    def gradients(advantages, kl_weight, shift):
-        updater = toy.updater(kl_weight=kl_weight)
-        for batch in toy.chosen:
-            reference = toy.data.batch(batch, advantages).following + np.float32(shift)
-            updater.accumulate(toy.data.batch(batch, advantages, reference if kl_weight else None))
-        stats = updater.stats()
-        return updater.gradients.asnumpy(), stats
+    def gradients(advantages, shift):
+        """With the reference's means as far from the policy's as ``shift`` says."""
+        for chosen in toy.chosen:
+            batch = toy.data.batch(chosen, advantages)
+            means = toy.means(batch) + np.float32(shift)
+            updater.accumulate(dataclasses.replace(batch, reference_means=means))
+        stats, flat = updater.stats(), updater.gradients.asnumpy().copy()
+        updater.discard()
+        return flat, stats
 
     none = np.zeros_like(toy.advantages)
-    dead, stats = gradients(none, 0.0, 0.0)
-    assert not dead.any() and stats.policy_loss == 0
-    policy, _ = gradients(toy.advantages, 0.0, 0.0)
-    kl, stats = gradients(none, 0.5, 1.0)
-    both, _ = gradients(toy.advantages, 0.5, 1.0)
-    assert policy.any() and kl.any() and stats.kl_loss > 0
+    dead, stats = gradients(none, 0.0)
+    assert not dead.any() and stats.policy_loss == stats.kl_loss == 0
+    policy, stats = gradients(toy.advantages, 0.0)
+    assert policy.any() and stats.kl_loss == 0
+    kl, stats = gradients(none, 1.0)
+    assert kl.any() and stats.kl_loss > 0
+    both, _ = gradients(toy.advantages, 1.0)
     assert np.abs(both - policy - kl).max() < 1e-5 * np.abs(both).max()
+
+    # The reference and the average are shown to the compiled graph by putting their weights in place.
+    batch, flat = toy.data.batch(toy.chosen[0], none), updater.flat
+    before, weights = toy.means(batch), flat.weights.asnumpy().copy()
+    flat.show(0.5 * weights)
+    assert not np.array_equal(toy.means(batch), before)
+    assert np.array_equal(flat.weights.asnumpy(), weights)
+    flat.show(weights)
+    assert np.array_equal(toy.means(batch), before)
 
 
 def test_ratio_is_exactly_one_for_flux_in_any_order():

@@ -35,9 +35,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     seed = [] if args.seed is None else [f"train.seed={args.seed}"]
+    file = Path(args.json)
+    file.parent.mkdir(parents=True, exist_ok=True)
     result = run_benchmark(args.name, load_config(args.config, [*args.set, *seed]), args.repeats)
     text = json.dumps(result, indent=2)
-    write_atomic(Path(args.json), text + "\n")
+    write_atomic(file, text + "\n")
     print(text)
 
 

@@ -57,13 +57,29 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
         ConfigError: one sentence that names the file (or ``--set``), the key and the valid choices.
     """
     file = find_config(path or DEFAULT_CONFIG)
-    tree = _read(file)
+    overrides = list(overrides)
+    config = load_sections(Config, file, overrides, source=str(path or DEFAULT_CONFIG))
+    check_counts(config, "--set" if overrides else str(path or DEFAULT_CONFIG))
+    return config
+
+
+def load_sections(root: type, file: Path | None, overrides: Iterable[str] = (), source: str = "") -> Any:
+    """An instance of ``root``, a dataclass whose fields are sections (dataclasses too), from YAML and overrides.
+
+    Args:
+        root: its own defaults stand where neither the file nor an override says anything.
+        file: a YAML file; None: only overrides.
+        overrides: texts such as ``section.key=value``.
+        source: what messages call the file.
+
+    Raises:
+        ConfigError: see ``load_config``.
+    """
+    tree = _read(file) if file else {}
     origins: dict[str, str] = {}
     for text in overrides:
-        _override(tree, text, origins)
-    config = _build(tree, str(path or DEFAULT_CONFIG), origins)
-    check_counts(config, "--set" if origins else str(path or DEFAULT_CONFIG))
-    return config
+        _override(root, tree, text, origins)
+    return _build(root, tree, source or str(file), origins)
 
 
 def dump_yaml(config: Config) -> str:
@@ -108,7 +124,7 @@ def _read(file: Path) -> dict[str, Any]:
     return tree
 
 
-def _override(tree: dict[str, Any], text: str, origins: dict[str, str]) -> None:
+def _override(root: type, tree: dict[str, Any], text: str, origins: dict[str, str]) -> None:
     dotted, equals, raw = text.partition("=")
     dotted = dotted.strip()
     origin = f"--set {text}"
@@ -116,7 +132,7 @@ def _override(tree: dict[str, Any], text: str, origins: dict[str, str]) -> None:
         raise ConfigError(f"{origin}: must look like section.key=value, for example train.iterations=100")
     section, _, key = dotted.partition(".")
     name, *rest = key.split(".")
-    value = _parse_value(_hint(section, name, origin, dotted), raw, bool(rest), origin)
+    value = _parse_value(_hint(root, section, name, origin, dotted), raw, bool(rest), origin)
     if tree.get(section) is None:
         tree[section] = {}
     origins[f"{section}.{name}"] = origin
@@ -149,8 +165,8 @@ def _parse_value(hint: Any, raw: str, nested: bool, origin: str) -> Any:
     return value
 
 
-def _sections() -> dict[str, type]:
-    return typing.get_type_hints(Config)
+def _sections(root: type) -> dict[str, type]:
+    return typing.get_type_hints(root)
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -158,17 +174,17 @@ def _hints(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
-def _hint(section: str, key: str, origin: str, dotted: str) -> Any:
+def _hint(root: type, section: str, key: str, origin: str, dotted: str) -> Any:
     """The type of one key, or an error with the nearest valid name."""
-    sections = _sections()
+    sections = _sections(root)
     if section in sections and key in _hints(sections[section]):
         return _hints(sections[section])[key]
-    raise ConfigError(f"{origin}: unknown key {dotted!r}; {_nearest_key(section, key, dotted)}")
+    raise ConfigError(f"{origin}: unknown key {dotted!r}; {_nearest_key(root, section, key, dotted)}")
 
 
-def _nearest_key(section: str, key: str, dotted: str) -> str:
+def _nearest_key(root: type, section: str, key: str, dotted: str) -> str:
     """``did you mean 'train.candidates'?``, else the keys or sections there are."""
-    sections = {name: list(_hints(cls)) for name, cls in _sections().items()}
+    sections = {name: list(_hints(cls)) for name, cls in _sections(root).items()}
     keys = [f"{name}.{k}" for name, names in sections.items() for k in names]
     if not key and section in sections:
         return f"it is a section; its keys are {', '.join(sections[section])}"
@@ -190,8 +206,8 @@ def _mapping(value: Any, name: str, origin: str) -> dict[str, Any]:
     return value
 
 
-def _build(tree: Mapping[str, Any], source: str, origins: Mapping[str, str]) -> Config:
-    sections = _sections()
+def _build(root: type, tree: Mapping[str, Any], source: str, origins: Mapping[str, str]) -> Any:
+    sections = _sections(root)
     built = {}
     for section, values in tree.items():
         if section not in sections:
@@ -203,13 +219,13 @@ def _build(tree: Mapping[str, Any], source: str, origins: Mapping[str, str]) -> 
         for key, value in values.items():
             dotted = f"{section}.{key}"
             origin = origins.get(dotted, source)
-            hint = _hint(section, str(key), origin, dotted)
+            hint = _hint(root, section, str(key), origin, dotted)
             if sections[section] is RewardConfig and key == "terms":
                 arguments[key] = _build_terms(value, origin)
             else:
                 arguments[key] = _check(value, hint, _field(sections[section], key), dotted, origin)
         built[section] = sections[section](**arguments)
-    return Config(**built)
+    return root(**built)
 
 
 def _build_terms(value: Any, origin: str) -> tuple[RewardTerm, ...]:

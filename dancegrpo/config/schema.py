@@ -100,7 +100,11 @@ class RewardConfig:
     terms: tuple[RewardTerm, ...] = _key(
         (RewardTerm(name="shapes_rule"),), "list of {name, weight, label, constructor arguments}"
     )
-    combine: str = _key("sum", "how the terms make one reward: 'sum' adds weight * score")
+    combine: str = _key(
+        "sum",
+        "how the terms make one reward: 'sum' adds weight * score, 'normalized' does so after each score "
+        "was brought to mean 0 and deviation 1 within its group",
+    )
 
 
 @dataclass(frozen=True)

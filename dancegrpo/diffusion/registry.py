@@ -14,11 +14,11 @@ class Registry:
 
     Args:
         kind: what the entries are, for messages ("transition").
-        key: the config key that chooses one ("sampler.transition").
+        key: the config key that chooses one ("sampler.transition"), if there is one.
     """
 
-    def __init__(self, kind: str, key: str) -> None:
-        self.kind, self.key = kind, key
+    def __init__(self, kind: str, key: str = "") -> None:
+        self.kind, self._place = kind, f"{key}: " if key else ""
         self._builders: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[Any], Any]:
@@ -44,7 +44,7 @@ class Registry:
         """
         if name not in self._builders:
             raise ConfigError(
-                f"{self.key}: unknown {self.kind} {name!r}; {choices_text(str(name), self._builders)}"
+                f"{self._place}unknown {self.kind} {name!r}; {choices_text(str(name), self._builders)}"
             )
         return self._builders[name]
 
@@ -65,6 +65,6 @@ class Registry:
         except TypeError as error:
             valid = list(inspect.signature(builder).parameters)[len(args) :]
             raise ConfigError(
-                f"{self.key}: {self.kind} {name!r}: {error}; its settings are {', '.join(valid) or 'none'}"
+                f"{self._place}{self.kind} {name!r}: {error}; its settings are {', '.join(valid) or 'none'}"
             ) from None
         return builder(*args, **settings)

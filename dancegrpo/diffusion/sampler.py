@@ -86,7 +86,7 @@ class Sampler:
         """
         if len(initial) != self.batch:
             raise ValueError(f"this sampler was made for {self.batch} images, got {len(initial)}")
-        latents, log_prob = Tensor(np.ascontiguousarray(initial, np.float32)), None
+        latents = Tensor(np.ascontiguousarray(initial, np.float32))
         conditions = tuple(Tensor(np.ascontiguousarray(array)) for array in conditions)
         kept, log_probs, final = [latents], [], latents
         for index, step in enumerate(self._steps):
@@ -94,7 +94,8 @@ class Sampler:
             latents, _, _, final, log_prob = self.policy_step(latents, *step, drawn, None, *conditions)
             if keep:
                 kept.append(latents)
-                log_probs.append(log_prob)
+                if self.policy_step.transition.stochastic:
+                    log_probs.append(log_prob)
         if not keep:
             kept = []
-        return Chain(tuple(kept), tuple(log_probs) if log_prob is not None else (), final)
+        return Chain(tuple(kept), tuple(log_probs), final)

@@ -13,7 +13,7 @@ from dancegrpo.diffusion.registry import Registry
 TRAIN_TIMESTEPS = 1000
 """Models are trained on timesteps 1000 * sigma (the convention of diffusers)."""
 
-SCHEDULES = Registry("schedule", "sampler.schedule")
+SCHEDULES = Registry("schedule")
 
 
 @dataclass(frozen=True)

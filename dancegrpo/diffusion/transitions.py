@@ -102,8 +102,8 @@ class DanceSDE(Transition):
 class EulerODE(Transition):
     """One Euler step of the probability-flow ODE: x + (sigma_next - sigma) v (Flow-Factory, diffusers).
 
-    Deterministic: ``noise`` is not used and may be left out, ``std`` is 0, and there is no density:
-    ``log_prob`` is None, and giving ``prev_sample`` (to be scored) is a ValueError.
+    Deterministic: ``noise`` is not used and may be left out, and ``std`` is 0. There is no density:
+    ``log_prob`` is not-a-number, and giving ``prev_sample`` (to be scored) is a ValueError.
     """
 
     stochastic = False
@@ -120,7 +120,9 @@ class EulerODE(Transition):
         sample = ops.cast(sample, ms.float32)
         sigma = _per_sample(sigma, sample)
         mean = sample + (_per_sample(sigma_next, sample) - sigma) * velocity
-        return mean, mean, ops.zeros_like(sigma), sample - sigma * velocity, None
+        # Not None: a graph that returns it calls back into Python, and cannot be kept in the compile cache.
+        no_density = ops.full((sample.shape[0],), float("nan"), dtype=ms.float32)
+        return mean, mean, ops.zeros_like(sigma), sample - sigma * velocity, no_density
 
 
 def gaussian_log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:

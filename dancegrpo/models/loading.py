@@ -116,7 +116,7 @@ def load_parameters(model: nn.Cell, weights: dict[str, np.ndarray], source: str)
     if problems:
         raise ConfigError(f"{source}: the weights do not fit {type(model).__name__}: {'; '.join(problems)}")
     for name, parameter in parameters.items():
-        parameter.set_data(Tensor(np.ascontiguousarray(weights[name], dtype=np.float32)))
+        parameter.set_data(Tensor(np.array(weights[name], dtype=np.float32, order="C")))
 
 
 def parameter_arrays(model: nn.Cell) -> dict[str, np.ndarray]:
@@ -141,5 +141,5 @@ def save_model(model: nn.Cell, folder: str | Path, dtype: str = "float32",
     header = {"architectures": [model.class_name]} if is_transformers else {"_class_name": model.class_name}
     (folder / "config.json").write_text(json.dumps(header | config, indent=2) + "\n", encoding="utf-8")
     arrays = parameter_arrays(model) if weights is None else weights
-    save_file({name: np.ascontiguousarray(array, dtype=dtype) for name, array in arrays.items()},
+    save_file({name: np.array(array, dtype=dtype, order="C") for name, array in arrays.items()},
               folder / (_TRANSFORMERS_WEIGHTS if is_transformers else _DIFFUSERS_WEIGHTS), metadata={"format": "pt"})

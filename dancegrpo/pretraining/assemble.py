@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from dancegrpo.config import ConfigError
 from dancegrpo.pretraining.loop import plot_losses, run_stage
 from dancegrpo.pretraining.recipe import Recipe
 from dancegrpo.pretraining.stages import AutoencoderStage, ClipStage, FlowStage
@@ -32,9 +33,13 @@ def pretrain(recipe: Recipe, output: Path) -> Path:
 
     Work in progress lies in `output/work`; a finished stage is not trained again, an interrupted one goes on from
     its last saved step. Returns the finished folder.
+
+    Raises:
+        ConfigError: `output` holds the work of another recipe.
     """
     work, parts = output / "work", output / "work" / "parts"
     parts.mkdir(parents=True, exist_ok=True)
+    _check_recipe(recipe, work / "recipe.json")
     for stage_class in _STAGES:
         figures_file = work / stage_class.name / "figures.json"
         if figures_file.is_file():
@@ -43,6 +48,13 @@ def pretrain(recipe: Recipe, output: Path) -> Path:
         run_stage(stage, work)
         write_atomic(figures_file, json.dumps(stage.export(parts), indent=2) + "\n")
     return assemble(recipe, work, output)
+
+
+def _check_recipe(recipe: Recipe, file: Path) -> None:
+    wanted = json.dumps(dataclasses.asdict(recipe), indent=2) + "\n"
+    if file.is_file() and file.read_text(encoding="utf-8") != wanted:
+        raise ConfigError(f"{file} is of another recipe; choose another --output, or remove that folder")
+    write_atomic(file, wanted)
 
 
 def assemble(recipe: Recipe, work: Path, output: Path) -> Path:

@@ -66,10 +66,17 @@ class FlowRecipe(StageRecipe):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The three stages in their order; `seed` names every draw of data and noise."""
+class RunRecipe:
+    """What the stages share: `seed` names every draw of weights, data and noise."""
 
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three stages in their order."""
+
+    run: RunRecipe = field(default_factory=RunRecipe)
     vae: VaeRecipe = field(default_factory=VaeRecipe)
     clip: ClipRecipe = field(default_factory=ClipRecipe)
     flow: FlowRecipe = field(default_factory=FlowRecipe)

@@ -47,7 +47,7 @@ class AutoencoderStage(Stage):
     name = "vae"
 
     def __init__(self, recipe: Recipe, assets: Path):
-        self.recipe, self.seed = recipe.vae, recipe.seed
+        self.recipe, self.seed = recipe.vae, recipe.run.seed
         config = PatchAutoencoderConfig(encoder_width=self.recipe.encoder_width,
                                         decoder_width=self.recipe.decoder_width,
                                         decoder_bottleneck=self.recipe.decoder_bottleneck,
@@ -94,7 +94,7 @@ class ClipStage(Stage):
     name = "clip"
 
     def __init__(self, recipe: Recipe, assets: Path):
-        self.recipe, self.seed = recipe.clip, recipe.seed
+        self.recipe, self.seed = recipe.clip, recipe.run.seed
         save_word_tokenizer(vocabulary(), self.recipe.context, assets / "tokenizer")
         self.tokenizer = load_tokenizer(assets / "tokenizer")
         width, end = self.recipe.width, len(vocabulary()) + 2
@@ -180,7 +180,7 @@ class FlowStage(Stage):
     name = "flow"
 
     def __init__(self, recipe: Recipe, assets: Path):
-        self.recipe, self.seed = recipe.flow, recipe.seed
+        self.recipe, self.seed = recipe.flow, recipe.run.seed
         vae, text = load_model(assets / "vae"), load_model(assets / "text_encoder")
         self.encode, self.text = _Encode(vae), text
         self.shift, self.scale = vae.config.shift_factor, vae.config.scaling_factor

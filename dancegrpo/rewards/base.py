@@ -37,7 +37,7 @@ class RewardFunction:
         """Scores of images.
 
         Args:
-            images: (N, H, W, 3) uint8, 0 to 255.
+            images: (N, H, W, 3) uint8, 0 to 255; read-only, because other rewards see them too.
             prompts: N prompts, one for each image.
             metadata: N records of the prompt set (for example `{"category": "counting"}`), or None.
 

@@ -97,6 +97,6 @@ def _find_folder(model: str) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     raise ConfigError(
-        f"reward.terms: clip_score: there is no CLIP model (config.json) in {folder}; model is a folder with one, "
-        f"or {SHIPPED!r} for the one that is shipped"
+        f"reward.terms: clip_score: there is no CLIP model (config.json) in {folder}; "
+        f"model is a folder with one, or {SHIPPED!r} for the one that is shipped"
     )

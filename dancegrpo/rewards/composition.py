@@ -143,13 +143,14 @@ class RewardSet:
 
     def total(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
         """(N,) float32: the weighted sum of all scores, each normalised within its group if so configured."""
-        total = None
+        total = np.zeros_like(scores[self.terms[0].label], np.float32)
         for term in self.terms:
+            if term.weight == 0:  # only logged: 0 times not-a-number would not be 0
+                continue
             values = np.asarray(scores[term.label], np.float32)
             if self.combine == "normalized":
                 values = normalize_in_groups(values, self.group_size)
-            weighted = np.float32(term.weight) * values
-            total = weighted if total is None else total + weighted
+            total += np.float32(term.weight) * values
         return total
 
     def _score_on_host(
@@ -196,7 +197,9 @@ class _HostImages:
     def of(cls, images: Any) -> _HostImages:
         """The one place where images leave the device."""
         values = images.asnumpy() if hasattr(images, "asnumpy") else np.asarray(images)
-        return cls(to_uint8(values), np.isfinite(values).all(axis=(1, 2, 3)))
+        pixels = to_uint8(values)
+        pixels.flags.writeable = False  # all host rewards share them
+        return cls(pixels, np.isfinite(values).all(axis=(1, 2, 3)))
 
 
 class _CellRunner:

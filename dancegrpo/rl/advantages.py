@@ -8,7 +8,7 @@ import numpy as np
 
 from dancegrpo.diffusion.registry import Registry
 
-ADVANTAGES = Registry("advantage rule", "train.advantage")
+ADVANTAGES = Registry("advantage rule")
 
 
 def make_advantage_rule(name: str) -> Callable[..., np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dancegrpo.diffusion.registry import Registry
 
-DECAYS = Registry("EMA decay schedule", "train.ema_schedule")
+DECAYS = Registry("EMA decay schedule")
 
 
 def make_decay(name: str, **settings: Any) -> Callable[[int], float]:

@@ -6,10 +6,10 @@ import sys
 
 from tqdm import tqdm
 
-from dancegrpo.config import ConfigError
+from dancegrpo.config import ConfigError, ReportedError
 
 
-class NotFinite(RuntimeError):
+class NotFinite(ReportedError):
     """Too many updates in a row were skipped; the message names the first tensor that was not finite."""
 
 

@@ -8,7 +8,7 @@ from mindspore import Tensor, nn, ops
 
 from dancegrpo.diffusion.registry import Registry
 
-OBJECTIVES = Registry("objective", "train.objective")
+OBJECTIVES = Registry("objective")
 
 
 def make_objective(name: str, **settings: Any) -> nn.Cell:

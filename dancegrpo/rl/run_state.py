@@ -57,6 +57,8 @@ def save_run_state(checkpoint: Path, state: RunState) -> None:
         save_file(dict(state.average), folder / "average.safetensors")
     (folder / "counters.json").write_text(json.dumps(dict(state.counters), indent=2, sort_keys=True) + "\n")
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
+    for file in files:
+        file.chmod(0o644)  # safetensors makes files that only their owner may read
     sums = {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}
     (folder / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
 

@@ -96,7 +96,7 @@ class Trainer:
         self.timer = probes.PhaseTimer()
         self.iteration = 0  # the last one that the weights have seen whole
         self.guard, self.ratio_check = FiniteGuard(train.max_skipped), RatioCheck(train.clip_range)
-        self._updating = False
+        self._updating = False  # True: the weights are those of no whole, logged iteration
 
     # ---- the four verbs
 
@@ -201,6 +201,7 @@ class Trainer:
                     self.run_folder.save_sample(iteration, self.samples.grid(after))
                 metrics["graph/compilations"] = probes.compilations()
                 self.run_folder.log(metrics)
+                self.iteration, self._updating = iteration, False
                 if iteration % self.config.output.checkpoint_every == 0 or last:
                     self.save()
                 progress.set_postfix(reward=f"{reward:.4f}", refresh=False)
@@ -217,7 +218,8 @@ class Trainer:
         with self.timer("score"):
             scores = self.score(trajectory)
         check()
-        with self.timer("update"), self._changing_weights():
+        self._updating = True
+        with self.timer("update"):
             bad = [label for label, values in scores.items() if not np.isfinite(values).all()]
             if bad:
                 for _ in range(self.counts.updates):
@@ -225,7 +227,6 @@ class Trainer:
                 measured = update_metrics([], self.updater.learning_rate, self.counts.updates)
             else:
                 measured = self.update(trajectory, self.advantage(scores, iteration))
-        self.iteration = iteration
         metrics = {"iteration": iteration, "images": self.counts.images}
         metrics |= reward_metrics(scores, self.counts.candidates)
         metrics |= measured | self.timer.metrics() | {"memory/peak_rss_mb": probes.peak_rss_mb()}
@@ -287,13 +288,6 @@ class Trainer:
         self.updater.restore(state)
         self.iteration = state.counters["iteration"]
         self.guard.in_row = state.counters["skipped_in_row"]
-
-    @contextlib.contextmanager
-    def _changing_weights(self):
-        """Between these two moments the weights are those of no whole iteration, and are not to be saved."""
-        self._updating = True
-        yield
-        self._updating = False
 
     @contextlib.contextmanager
     def _saved_on_interrupt(self):

@@ -209,7 +209,7 @@ class PolicyUpdater:
         norm = self._stats[-1][5]
         decay = self.decay_at(self.steps) if self.average is not None else 0.0
         rate = self._apply(norm, Tensor(self.loss_scale.value, ms.float32), Tensor(decay, ms.float32))
-        self.learning_rate = float(rate.asnumpy())
+        self.learning_rate = float(f"{float(rate.asnumpy()):.7g}")  # float32: no digits that mean nothing
         self.steps += 1
         self.loss_scale.step(finite=True)
         self._stats.clear()

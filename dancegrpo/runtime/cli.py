@@ -8,23 +8,27 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from dancegrpo.config import DEFAULT_CONFIG, Config, ConfigError, ReportedError, load_config
+from dancegrpo.config import DEFAULT_CONFIG, ConfigError, ReportedError
 from dancegrpo.runtime.signals import Terminated, raise_terminated
 
 BAD_INPUT, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
 
-def common_options() -> argparse.ArgumentParser:
-    """Parser with ``--config``, ``--set`` and ``--seed``, for ``argparse.ArgumentParser(parents=[...])``."""
+def common_options(
+    default: str = f"{DEFAULT_CONFIG}, or the config of the run that the command reads",
+) -> argparse.ArgumentParser:
+    """Parser with ``--config``, ``--set`` and ``--seed``, for ``argparse.ArgumentParser(parents=[...])``.
+
+    Args:
+        default: what the help says is used without ``--config``.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     group = parser.add_argument_group("configuration")
     group.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help=f"config file, a path or a name in configs/ (default: {DEFAULT_CONFIG}, or the config of "
-        "the run that the command reads)",
+        help=f"config file, a path or a name in configs/ (default: {default})",
     )
     group.add_argument(
         "--set",
@@ -38,20 +42,6 @@ def common_options() -> argparse.ArgumentParser:
         "--seed", type=int, metavar="N", help="random seed; the same seed gives the same result"
     )
     return parser
-
-
-def config_from(args: argparse.Namespace, default: str | Path | None = None) -> Config:
-    """The config that the common options mean.
-
-    Args:
-        args: parsed options of ``common_options``.
-        default: config file when ``--config`` is not given; None is flux_small.yaml.
-
-    Raises:
-        ConfigError: see ``load_config``.
-    """
-    seed = [] if args.seed is None else [f"train.seed={args.seed}"]
-    return load_config(args.config or default, [*args.set, *seed])
 
 
 def run_cli(main: Callable[[Sequence[str] | None], int | None]) -> None:

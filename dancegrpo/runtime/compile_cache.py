@@ -94,8 +94,8 @@ def graph_digest(source: Any, args: Any, kwargs: Any, jit_config: Any) -> str:
     fingerprint.add(source)
     fingerprint.add_arguments(args, kwargs)
     fingerprint.add(dict(jit_config or {}))
-    # MindSpore gives a graph from its cache the values of the Parameters that the Cell registers, and leaves the
-    # memory of others as it is: their graphs compute with garbage.
+    # MindSpore gives a graph from its cache the values of the Parameters that the Cell registers, and leaves
+    # the memory of others as it is: their graphs compute with garbage.
     registered = source.parameters_dict() if hasattr(source, "parameters_dict") else {}
     for parameter in fingerprint.parameters:
         if registered.get(parameter.name) is not parameter:
