@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from dancegrpo.config import Config, counts_table, load_config
 from dancegrpo.runtime.cli import common_options, run_cli
-from dancegrpo.runtime.delivery import deliver_signals
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -94,5 +93,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    deliver_signals()
     run_cli(main)

@@ -120,15 +120,9 @@ def make_learning_rate(
 
 
 def make_adamw(flat: FlatParameters, train: TrainConfig, total_steps: int, warmup_steps: int) -> nn.Cell:
-    """mindformers' AdamW (decoupled decay, bias correction; equals PyTorch's) on the flat weights.
-
-    Raises:
-        ConfigError: a beta of 0, which mindformers' AdamW refuses.
-    """
+    """mindformers' AdamW (decoupled decay, bias correction; equals PyTorch's) on the flat weights."""
     from mindformers.core.optim import AdamW
 
-    if not (train.beta1 > 0 and train.beta2 > 0):
-        raise ConfigError(f"train.beta1 and train.beta2 must be above 0, got {train.beta1} and {train.beta2}")
     schedule = make_learning_rate(
         train.lr_schedule, train.learning_rate, total_steps=total_steps, warmup_steps=warmup_steps
     )

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from dancegrpo.config import DEFAULT_CONFIG, ConfigError, ReportedError
+from dancegrpo.runtime.delivery import deliver_signals
 from dancegrpo.runtime.signals import Terminated, raise_terminated
 
 BAD_INPUT, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -50,6 +51,7 @@ def run_cli(main: Callable[[Sequence[str] | None], int | None]) -> None:
     Bad input (``ConfigError``), a ``ReportedError`` and a full disk are one sentence on standard error, other
     failures a traceback. ``main`` returns None or its exit code.
     """
+    deliver_signals()
     signal.signal(signal.SIGTERM, raise_terminated)
     try:
         code = main(None) or 0
