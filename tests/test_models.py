@@ -116,7 +116,8 @@ def test_what_is_saved_loads_to_the_same_model(tmp_path):
     reference = json.loads((GOLDEN / "models" / "flux_no_guidance" / "config.json").read_text())
     saved = json.loads((tmp_path / "config.json").read_text())
     assert {key: saved[key] for key in reference if not key.startswith("_diff")} == {
-        key: value for key, value in reference.items() if not key.startswith("_diff")}
+        key: value for key, value in reference.items() if not key.startswith("_diff")
+    }
     again = load_model(tmp_path)
     assert np.array_equal(again(**inputs)[0].asnumpy(), model(**inputs)[0].asnumpy())
 
@@ -133,14 +134,20 @@ def broken_copy(tmp_path, change):
     return tmp_path
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda config, weights: weights.pop("x_embedder.bias"), "missing x_embedder.bias"),
-    (lambda config, weights: weights.update(extra=np.zeros(1, np.float32)), "unexpected extra"),
-    (lambda config, weights: weights.update({"x_embedder.bias": np.zeros(3, np.float32)}), "expected (32,)"),
-    (lambda config, weights: config.update(_class_name="NoSuchModel"), "NoSuchModel"),
-    (lambda config, weights: config.update(some_new_option=1), "some_new_option"),
-    (lambda config, weights: config.update(axes_dims_rope=[4, 4, 4]), "attention_head_dim is 16"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda config, weights: weights.pop("x_embedder.bias"), "missing x_embedder.bias"),
+        (lambda config, weights: weights.update(extra=np.zeros(1, np.float32)), "unexpected extra"),
+        (
+            lambda config, weights: weights.update({"x_embedder.bias": np.zeros(3, np.float32)}),
+            "expected (32,)",
+        ),
+        (lambda config, weights: config.update(_class_name="NoSuchModel"), "NoSuchModel"),
+        (lambda config, weights: config.update(some_new_option=1), "some_new_option"),
+        (lambda config, weights: config.update(axes_dims_rope=[4, 4, 4]), "attention_head_dim is 16"),
+    ],
+)
 def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(").replace(")", r"\)")):
         load_model(broken_copy(tmp_path, change))
@@ -166,8 +173,11 @@ class _Decoded(nn.Cell):
 
 def test_autoencoder_gradient_is_the_slope_of_its_loss():
     """Guards against kernels whose gradient reads memory that nobody wrote, as `ops.pad` does on CPU."""
-    model = PatchAutoencoder(PatchAutoencoderConfig(sample_size=32, encoder_width=16, decoder_width=16,
-                                                    decoder_bottleneck=4, decoder_blocks=1))
+    model = PatchAutoencoder(
+        PatchAutoencoderConfig(
+            sample_size=32, encoder_width=16, decoder_width=16, decoder_bottleneck=4, decoder_blocks=1
+        )
+    )
     rng = np.random.default_rng(0)
     loss, latents = _Decoded(model), rng.standard_normal((2, 16, 4, 4)).astype(np.float32)
     gradient = _Gradient(loss, (0,), model.trainable_params())

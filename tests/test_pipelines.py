@@ -16,8 +16,9 @@ class _IdentityVae(nn.Cell):
 
     def __init__(self, channels):
         super().__init__()
-        self.config = type("Config", (), {"latent_channels": channels, "scaling_factor": 0.3611,
-                                          "shift_factor": 0.1159})
+        self.config = type(
+            "Config", (), {"latent_channels": channels, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+        )
 
     def decode(self, latents):
         return latents

@@ -14,8 +14,18 @@ from dancegrpo.pretraining.loop import run_stage
 from dancegrpo.pretraining.recipe import Recipe, RunRecipe, VaeRecipe
 from dancegrpo.pretraining.stages import AutoencoderStage, _also_true
 
-TINY = Recipe(vae=VaeRecipe(steps=4, batch_size=2, checkpoint_every=2, warmup_steps=1, encoder_width=16,
-                            decoder_width=16, decoder_bottleneck=4, decoder_blocks=1))
+TINY = Recipe(
+    vae=VaeRecipe(
+        steps=4,
+        batch_size=2,
+        checkpoint_every=2,
+        warmup_steps=1,
+        encoder_width=16,
+        decoder_width=16,
+        decoder_bottleneck=4,
+        decoder_blocks=1,
+    )
+)
 
 
 class _Killed(AutoencoderStage):
@@ -34,10 +44,14 @@ def test_a_stopped_stage_ends_with_the_same_weights(tmp_path):
     run_stage(again, tmp_path / "stopped")
     expected = parameter_arrays(whole.model)
     assert all(np.array_equal(array, expected[name]) for name, array in parameter_arrays(again.model).items())
-    lines = [json.loads(line)["step"] for line in (tmp_path / "stopped/vae/losses.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["step"] for line in (tmp_path / "stopped/vae/losses.jsonl").read_text().splitlines()
+    ]
     assert lines == [0, 3]  # each logged step once
-    assert not np.array_equal(expected["encoder.0.weight"],
-                              parameter_arrays(AutoencoderStage(TINY, tmp_path).model)["encoder.0.weight"])
+    assert not np.array_equal(
+        expected["encoder.0.weight"],
+        parameter_arrays(AutoencoderStage(TINY, tmp_path).model)["encoder.0.weight"],
+    )
 
 
 def test_a_folder_of_another_recipe_is_refused(tmp_path):
@@ -48,9 +62,15 @@ def test_a_folder_of_another_recipe_is_refused(tmp_path):
 
 
 def test_captions_that_also_fit_are_no_negatives():
-    captions = ["a red circle", "a circle", "a blue circle", "a circle above a square", "a square below a circle",
-                "a circle to the left of a square"]
-    fits = _also_true([scene_of(caption) for caption in captions], len(captions))[:, :len(captions)]
+    captions = [
+        "a red circle",
+        "a circle",
+        "a blue circle",
+        "a circle above a square",
+        "a square below a circle",
+        "a circle to the left of a square",
+    ]
+    fits = _also_true([scene_of(caption) for caption in captions], len(captions))[:, : len(captions)]
     pairs = {(captions[i], captions[j]) for i, j in zip(*np.nonzero(fits), strict=True)}
     assert ("a red circle", "a circle") in pairs
     assert ("a red circle", "a blue circle") not in pairs

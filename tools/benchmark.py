@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from dancegrpo.config import load_config  # noqa: E402
-from dancegrpo.diagnostics.benchmarks import BENCHMARKS, run_benchmark  # noqa: E402
-from dancegrpo.runtime.cli import common_options, run_cli  # noqa: E402
-from dancegrpo.runtime.files import write_atomic  # noqa: E402
+from dancegrpo.config import load_config
+from dancegrpo.diagnostics.benchmarks import BENCHMARKS, run_benchmark
+from dancegrpo.runtime.cli import common_options, run_cli
+from dancegrpo.runtime.files import write_atomic
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from dancegrpo.config import load_config  # noqa: E402
-from dancegrpo.runtime.checkpoints import config_of  # noqa: E402
-from dancegrpo.runtime.cli import common_options, run_cli  # noqa: E402
+from dancegrpo.config import load_config
+from dancegrpo.runtime.checkpoints import config_of
+from dancegrpo.runtime.cli import common_options, run_cli
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -2,7 +2,14 @@
 
 from dancegrpo.config.counts import Counts, check_counts, counts_table, derive_counts
 from dancegrpo.config.errors import ConfigError, ReportedError, choices_text
-from dancegrpo.config.load import DEFAULT_CONFIG, dump_yaml, find_config, load_config, load_sections, shipped_configs
+from dancegrpo.config.load import (
+    DEFAULT_CONFIG,
+    dump_yaml,
+    find_config,
+    load_config,
+    load_sections,
+    shipped_configs,
+)
 from dancegrpo.config.schema import (
     Config,
     DataConfig,

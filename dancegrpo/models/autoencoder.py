@@ -33,7 +33,9 @@ class PatchAutoencoderConfig:
 
     def __post_init__(self):
         if self.sample_size % self.patch_size:
-            raise ValueError(f"sample_size {self.sample_size} is not a multiple of patch_size {self.patch_size}")
+            raise ValueError(
+                f"sample_size {self.sample_size} is not a multiple of patch_size {self.patch_size}"
+            )
 
 
 class Conv3x3(nn.Cell):
@@ -54,7 +56,7 @@ class Conv3x3(nn.Cell):
         columns = ()
         for dy in range(3):
             for dx in range(3):
-                columns = columns + (padded[:, dy:dy + grid, dx:dx + grid],)
+                columns = columns + (padded[:, dy : dy + grid, dx : dx + grid],)
         return self.proj(ops.concat(columns, axis=-1).reshape((batch, grid * grid, 9 * channels)))
 
 
@@ -85,13 +87,20 @@ class PatchAutoencoder(nn.Cell):
         self.config = config
         self.grid = config.sample_size // config.patch_size
         self.patch_dim = config.in_channels * config.patch_size**2
-        self.encoder = nn.CellList([Linear(self.patch_dim, config.encoder_width),
-                                    Linear(config.encoder_width, config.encoder_width),
-                                    Linear(config.encoder_width, 2 * config.latent_channels)])
+        self.encoder = nn.CellList(
+            [
+                Linear(self.patch_dim, config.encoder_width),
+                Linear(config.encoder_width, config.encoder_width),
+                Linear(config.encoder_width, 2 * config.latent_channels),
+            ]
+        )
         self.conv_in = Conv3x3(config.latent_channels, config.decoder_width, self.grid)
         self.blocks = nn.CellList(
-            [_ResidualBlock(config.decoder_width, config.decoder_bottleneck, self.grid)
-             for _ in range(config.decoder_blocks)])
+            [
+                _ResidualBlock(config.decoder_width, config.decoder_bottleneck, self.grid)
+                for _ in range(config.decoder_blocks)
+            ]
+        )
         self.norm_out = LayerNorm(config.decoder_width, 1e-6)
         self.conv_out = Linear(config.decoder_width, self.patch_dim)
         self.act = GELU("tanh")

@@ -62,7 +62,9 @@ class CLIPVisionConfig:
 
     def __post_init__(self):
         if self.image_size % self.patch_size:
-            raise ValueError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
+            raise ValueError(
+                f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,20 @@ class CLIPConfig:
     @classmethod
     def from_dict(cls, config: dict) -> "CLIPConfig":
         values = {key: config[key] for key in ("projection_dim", "logit_scale_init_value") if key in config}
-        return cls(CLIPTextConfig.from_dict(config.get("text_config", {})),
-                   _pick(CLIPVisionConfig, config.get("vision_config", {})), **values)
+        return cls(
+            CLIPTextConfig.from_dict(config.get("text_config", {})),
+            _pick(CLIPVisionConfig, config.get("vision_config", {})),
+            **values,
+        )
 
     def to_dict(self) -> dict:
-        return {"model_type": "clip", "projection_dim": self.projection_dim,
-                "logit_scale_init_value": self.logit_scale_init_value, "text_config": self.text_config.to_dict(),
-                "vision_config": {"model_type": "clip_vision_model", **dataclasses.asdict(self.vision_config)}}
+        return {
+            "model_type": "clip",
+            "projection_dim": self.projection_dim,
+            "logit_scale_init_value": self.logit_scale_init_value,
+            "text_config": self.text_config.to_dict(),
+            "vision_config": {"model_type": "clip_vision_model", **dataclasses.asdict(self.vision_config)},
+        }
 
 
 class _Attention(nn.Cell):
@@ -98,7 +107,9 @@ class _Attention(nn.Cell):
         return ops.transpose(x.reshape((x.shape[0], x.shape[1], self.heads, self.head_dim)), (0, 2, 1, 3))
 
     def construct(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = self.attention(self._split(self.q_proj(x)), self._split(self.k_proj(x)), self._split(self.v_proj(x)), bias)
+        y = self.attention(
+            self._split(self.q_proj(x)), self._split(self.k_proj(x)), self._split(self.v_proj(x)), bias
+        )
         return self.out_proj(ops.transpose(y, (0, 2, 1, 3)).reshape(x.shape))
 
 
@@ -226,7 +237,9 @@ class _VisionEmbeddings(nn.Cell):
     def __init__(self, config: CLIPVisionConfig):
         super().__init__()
         dim = config.hidden_size
-        self.class_embedding = Parameter(initializer(Normal(0.02), (dim,), ms.float32), name="class_embedding")
+        self.class_embedding = Parameter(
+            initializer(Normal(0.02), (dim,), ms.float32), name="class_embedding"
+        )
         self.patch_embedding = _PatchEmbedding(config)
         self.position_embedding = Embedding((config.image_size // config.patch_size) ** 2 + 1, dim)
         self.dim = dim

@@ -39,12 +39,16 @@ class FluxConfig:
 
     def __post_init__(self):
         if sum(self.axes_dims_rope) != self.attention_head_dim:
-            raise ValueError(f"axes_dims_rope {tuple(self.axes_dims_rope)} sums to {sum(self.axes_dims_rope)}, "
-                             f"but attention_head_dim is {self.attention_head_dim}")
+            raise ValueError(
+                f"axes_dims_rope {tuple(self.axes_dims_rope)} sums to {sum(self.axes_dims_rope)}, "
+                f"but attention_head_dim is {self.attention_head_dim}"
+            )
         if any(dim % 2 for dim in self.axes_dims_rope):
             raise ValueError(f"axes_dims_rope {tuple(self.axes_dims_rope)} must be even numbers")
         if self.patch_size != 1:
-            raise ValueError(f"patch_size is {self.patch_size}; FLUX packs its latents outside the model: only 1")
+            raise ValueError(
+                f"patch_size is {self.patch_size}; FLUX packs its latents outside the model: only 1"
+            )
 
     @property
     def inner_dim(self) -> int:
@@ -108,7 +112,11 @@ class JointAttention(nn.Cell):
         super().__init__()
         dim, heads, head_dim = config.inner_dim, config.num_attention_heads, config.attention_head_dim
         self.to_q, self.to_k, self.to_v = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
-        self.add_q_proj, self.add_k_proj, self.add_v_proj = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (
+            Linear(dim, dim),
+            Linear(dim, dim),
+            Linear(dim, dim),
+        )
         self.norm_q, self.norm_k = RMSNorm(head_dim), RMSNorm(head_dim)
         self.norm_added_q, self.norm_added_k = RMSNorm(head_dim), RMSNorm(head_dim)
         self.to_out = nn.CellList([Linear(dim, dim)])
@@ -120,8 +128,12 @@ class JointAttention(nn.Cell):
 
     def construct(self, x: Tensor, text: Tensor, cos: Tensor, sin: Tensor):
         split = self.split_heads
-        query = ops.concat((self.norm_added_q(split(self.add_q_proj(text))), self.norm_q(split(self.to_q(x)))), 2)
-        key = ops.concat((self.norm_added_k(split(self.add_k_proj(text))), self.norm_k(split(self.to_k(x)))), 2)
+        query = ops.concat(
+            (self.norm_added_q(split(self.add_q_proj(text))), self.norm_q(split(self.to_q(x)))), 2
+        )
+        key = ops.concat(
+            (self.norm_added_k(split(self.add_k_proj(text))), self.norm_k(split(self.to_k(x)))), 2
+        )
         value = ops.concat((split(self.add_v_proj(text)), split(self.to_v(x))), 2)
         y = self.attention(self.rotary(query, cos, sin), self.rotary(key, cos, sin), value)
         y = ops.transpose(y, (0, 2, 1, 3)).reshape((x.shape[0], -1, self.dim))
@@ -162,14 +174,21 @@ class FluxTransformerBlock(nn.Cell):
 
     def construct(self, x: Tensor, text: Tensor, temb: Tensor, cos: Tensor, sin: Tensor):
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.norm1(temb)
-        text_shift_a, text_scale_a, text_gate_a, text_shift_m, text_scale_m, text_gate_m = self.norm1_context(temb)
+        text_shift_a, text_scale_a, text_gate_a, text_shift_m, text_scale_m, text_gate_m = self.norm1_context(
+            temb
+        )
         attended, text_attended = self.attn(
             self.normalize(x) * (1.0 + scale_a) + shift_a,
-            self.normalize(text) * (1.0 + text_scale_a) + text_shift_a, cos, sin)
+            self.normalize(text) * (1.0 + text_scale_a) + text_shift_a,
+            cos,
+            sin,
+        )
         x = x + gate_a * attended
         text = text + text_gate_a * text_attended
         x = x + gate_m * self.ff(self.normalize(x) * (1.0 + scale_m) + shift_m)
-        text = text + text_gate_m * self.ff_context(self.normalize(text) * (1.0 + text_scale_m) + text_shift_m)
+        text = text + text_gate_m * self.ff_context(
+            self.normalize(text) * (1.0 + text_scale_m) + text_shift_m
+        )
         return x, text
 
 
@@ -204,7 +223,9 @@ class _NormOut(nn.Cell):
         self.dim = dim
 
     def construct(self, x: Tensor, temb: Tensor) -> Tensor:
-        scale, shift = ops.split(float32(self.linear(self.act(temb))).reshape((-1, 1, 2 * self.dim)), self.dim, -1)
+        scale, shift = ops.split(
+            float32(self.linear(self.act(temb))).reshape((-1, 1, 2 * self.dim)), self.dim, -1
+        )
         return self.normalize(x) * (1.0 + scale) + shift
 
 
@@ -239,14 +260,25 @@ class FluxTransformer2DModel(nn.Cell):
         self.time_text_embed = _TimeTextEmbedding(config)
         self.context_embedder = Linear(config.joint_attention_dim, config.inner_dim)
         self.x_embedder = Linear(config.in_channels, config.inner_dim)
-        self.transformer_blocks = nn.CellList([FluxTransformerBlock(config) for _ in range(config.num_layers)])
+        self.transformer_blocks = nn.CellList(
+            [FluxTransformerBlock(config) for _ in range(config.num_layers)]
+        )
         self.single_transformer_blocks = nn.CellList(
-            [FluxSingleTransformerBlock(config) for _ in range(config.num_single_layers)])
+            [FluxSingleTransformerBlock(config) for _ in range(config.num_single_layers)]
+        )
         self.norm_out = _NormOut(config.inner_dim)
         self.proj_out = Linear(config.inner_dim, config.out_channels or config.in_channels)
 
-    def construct(self, hidden_states: Tensor, encoder_hidden_states: Tensor, pooled_projections: Tensor,
-                  timestep: Tensor, img_ids: Tensor, txt_ids: Tensor, guidance: Tensor | None = None):
+    def construct(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        guidance: Tensor | None = None,
+    ):
         """Predict the velocity.
 
         Args:

@@ -20,7 +20,9 @@ class Linear(nn.Cell):
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
         super().__init__()
         scale = 1.0 / math.sqrt(max(in_features, 1))
-        self.weight = Parameter(initializer(Normal(scale), (out_features, in_features), ms.float32), name="weight")
+        self.weight = Parameter(
+            initializer(Normal(scale), (out_features, in_features), ms.float32), name="weight"
+        )
         self.has_bias = bias
         if bias:
             self.bias = Parameter(Tensor(np.zeros(out_features, np.float32)), name="bias")
@@ -41,7 +43,9 @@ class Embedding(nn.Cell):
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
-        self.weight = Parameter(initializer(Normal(0.02), (num_embeddings, embedding_dim), ms.float32), name="weight")
+        self.weight = Parameter(
+            initializer(Normal(0.02), (num_embeddings, embedding_dim), ms.float32), name="weight"
+        )
 
     def construct(self, ids: Tensor) -> Tensor:
         return ops.gather(self.weight, ids, 0)

@@ -15,7 +15,9 @@ from dancegrpo.models.autoencoder import PatchAutoencoder
 from dancegrpo.models.clip import CLIPModel, CLIPTextModel
 from dancegrpo.models.flux import FluxTransformer2DModel
 
-_MODELS = {model.class_name: model for model in (FluxTransformer2DModel, PatchAutoencoder, CLIPModel, CLIPTextModel)}
+_MODELS = {
+    model.class_name: model for model in (FluxTransformer2DModel, PatchAutoencoder, CLIPModel, CLIPTextModel)
+}
 _DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
 _TRANSFORMERS_WEIGHTS = "model.safetensors"
 
@@ -65,8 +67,11 @@ def build_model(config: dict, source: str, **options) -> nn.Cell:
         raise ConfigError(f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODELS))}")
     model_class = _MODELS[name]
     try:
-        model = model_class(model_class.config_class.from_dict(config) if hasattr(model_class.config_class, "from_dict")
-                            else _from_known_fields(model_class.config_class, config))
+        model = model_class(
+            model_class.config_class.from_dict(config)
+            if hasattr(model_class.config_class, "from_dict")
+            else _from_known_fields(model_class.config_class, config)
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{source}: {error}") from error
     if options.get("hidden_states"):
@@ -82,7 +87,11 @@ def _from_known_fields(config_class, config: dict):
     unknown = sorted(key for key in config if key not in names and not key.startswith("_"))
     if unknown:
         raise ValueError(f"unsupported options {', '.join(unknown)}; supported: {', '.join(sorted(names))}")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items() if key in names}
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in config.items()
+        if key in names
+    }
     return config_class(**values)
 
 
@@ -107,12 +116,16 @@ def load_parameters(model: nn.Cell, weights: dict[str, np.ndarray], source: str)
     parameters = named_parameters(model)
     missing = sorted(set(parameters) - set(weights))
     unexpected = sorted(set(weights) - set(parameters) - set(getattr(model, "ignored_weights", ())))
-    misshapen = [f"{name} is {tuple(weights[name].shape)}, expected {tuple(parameters[name].shape)}"
-                 for name in sorted(set(parameters) & set(weights))
-                 if tuple(weights[name].shape) != tuple(parameters[name].shape)]
-    problems = [f"{label} {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
-                for label, names in (("missing", missing), ("unexpected", unexpected), ("misshapen:", misshapen))
-                if names]
+    misshapen = [
+        f"{name} is {tuple(weights[name].shape)}, expected {tuple(parameters[name].shape)}"
+        for name in sorted(set(parameters) & set(weights))
+        if tuple(weights[name].shape) != tuple(parameters[name].shape)
+    ]
+    problems = [
+        f"{label} {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("misshapen:", misshapen))
+        if names
+    ]
     if problems:
         raise ConfigError(f"{source}: the weights do not fit {type(model).__name__}: {'; '.join(problems)}")
     for name, parameter in parameters.items():
@@ -124,8 +137,9 @@ def parameter_arrays(model: nn.Cell) -> dict[str, np.ndarray]:
     return {name: parameter.asnumpy() for name, parameter in named_parameters(model).items()}
 
 
-def save_model(model: nn.Cell, folder: str | Path, dtype: str = "float32",
-               weights: dict[str, np.ndarray] | None = None) -> None:
+def save_model(
+    model: nn.Cell, folder: str | Path, dtype: str = "float32", weights: dict[str, np.ndarray] | None = None
+) -> None:
     """Write `config.json` and one safetensors file, as the reference library would.
 
     Args:
@@ -141,5 +155,8 @@ def save_model(model: nn.Cell, folder: str | Path, dtype: str = "float32",
     header = {"architectures": [model.class_name]} if is_transformers else {"_class_name": model.class_name}
     (folder / "config.json").write_text(json.dumps(header | config, indent=2) + "\n", encoding="utf-8")
     arrays = parameter_arrays(model) if weights is None else weights
-    save_file({name: np.array(array, dtype=dtype, order="C") for name, array in arrays.items()},
-              folder / (_TRANSFORMERS_WEIGHTS if is_transformers else _DIFFUSERS_WEIGHTS), metadata={"format": "pt"})
+    save_file(
+        {name: np.array(array, dtype=dtype, order="C") for name, array in arrays.items()},
+        folder / (_TRANSFORMERS_WEIGHTS if is_transformers else _DIFFUSERS_WEIGHTS),
+        metadata={"format": "pt"},
+    )

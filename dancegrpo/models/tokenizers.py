@@ -36,8 +36,11 @@ class TextTokenizer:
         if self._unknown_id is None:
             return []
         encoding = self._tokenizer.encode(text)
-        words = [text[start:end] for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-                 if token == self._unknown_id]
+        words = [
+            text[start:end]
+            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if token == self._unknown_id
+        ]
         return list(dict.fromkeys(words))
 
 
@@ -70,15 +73,22 @@ def save_word_tokenizer(words: tuple[str, ...], context: int, folder: str | Path
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     # Punctuation is dropped, so that "a circle." is "a circle".
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(behavior="removed")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(behavior="removed")]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{_START} $A {_END}",
-        special_tokens=[(_START, vocabulary[_START]), (_END, vocabulary[_END])])
+        single=f"{_START} $A {_END}", special_tokens=[(_START, vocabulary[_START]), (_END, vocabulary[_END])]
+    )
     tokenizer.add_special_tokens([_UNKNOWN, _START, _END])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "unk_token": _UNKNOWN,
-                "bos_token": _START, "eos_token": _END, "pad_token": _END}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "unk_token": _UNKNOWN,
+        "bos_token": _START,
+        "eos_token": _END,
+        "pad_token": _END,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

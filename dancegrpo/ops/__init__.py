@@ -11,6 +11,13 @@ from dancegrpo.ops.norms import LayerNorm, RMSNorm
 from dancegrpo.ops.rotary import ApplyRotary, RotaryFrequencies
 
 __all__ = [
-    "ApplyRotary", "GELU", "LayerNorm", "QuickGELU", "RMSNorm", "RotaryFrequencies", "ScaledDotProductAttention",
-    "SiLU", "get_activation",
+    "ApplyRotary",
+    "GELU",
+    "LayerNorm",
+    "QuickGELU",
+    "RMSNorm",
+    "RotaryFrequencies",
+    "ScaledDotProductAttention",
+    "SiLU",
+    "get_activation",
 ]

@@ -55,7 +55,7 @@ class _QuickGELUKernel(nn.Cell):
         return self.fast_gelu(x)
 
 
-def GELU(approximate: str = "none", device: str | None = None) -> nn.Cell:  # noqa: N802 - reads as a cell
+def GELU(approximate: str = "none", device: str | None = None) -> nn.Cell:
     """GELU (Hendrycks and Gimpel, 2016): `"none"` the exact form with erf, `"tanh"` its approximation.
 
     Raises:
@@ -67,7 +67,7 @@ def GELU(approximate: str = "none", device: str | None = None) -> nn.Cell:  # no
     return select({"CPU": composed[approximate], "Ascend": lambda: _GELUKernel(approximate)}, device)()
 
 
-def QuickGELU(device: str | None = None) -> nn.Cell:  # noqa: N802
+def QuickGELU(device: str | None = None) -> nn.Cell:
     """x * sigmoid(1.702 x), the activation of OpenAI's CLIP."""
     return select({"CPU": _QuickGELUComposed, "Ascend": _QuickGELUKernel}, device)()
 

@@ -40,11 +40,12 @@ class _AttentionFlash(nn.Cell):
     def construct(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         if query.dtype == ms.float32 or bias is not None:
             return self.composed(query, key, value, bias)
-        return ops.flash_attention_score(query, key, value, self.num_heads, scalar_value=self.scale,
-                                         input_layout="BNSD")
+        return ops.flash_attention_score(
+            query, key, value, self.num_heads, scalar_value=self.scale, input_layout="BNSD"
+        )
 
 
-def ScaledDotProductAttention(  # noqa: N802 - reads as a cell
+def ScaledDotProductAttention(
     num_heads: int, head_dim: int, device: str | None = None
 ) -> nn.Cell:
     """Attention of `query` (B, H, S, D) over `key` and `value` (B, H, S', D); returns (B, H, S, D).

@@ -97,4 +97,3 @@ class RMSNorm(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         return self.normalize(float32(x), float32(self.weight)).astype(x.dtype)
-

@@ -22,7 +22,7 @@ class RotaryFrequencies(nn.Cell):
         start = 0
         for axis, dim in enumerate(axes_dim):
             frequency = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-            table[axis, start:start + dim] = np.repeat(frequency, 2)
+            table[axis, start : start + dim] = np.repeat(frequency, 2)
             start += dim
         self.table = Tensor(table.astype(np.float32))
 
@@ -63,9 +63,10 @@ class _RotaryKernel(nn.Cell):
             return self.composed(x, cos, sin)
         shape = (1, 1) + cos.shape[-2:]
         return ops.rotary_position_embedding(
-            x, cos.reshape(shape).astype(x.dtype), sin.reshape(shape).astype(x.dtype), 1)
+            x, cos.reshape(shape).astype(x.dtype), sin.reshape(shape).astype(x.dtype), 1
+        )
 
 
-def ApplyRotary(head_dim: int, device: str | None = None) -> nn.Cell:  # noqa: N802 - reads as a cell
+def ApplyRotary(head_dim: int, device: str | None = None) -> nn.Cell:
     """Rotate `x` (B, H, S, D) by `cos`, `sin` (S, D); returns (B, H, S, D) in the dtype of x."""
     return select({"CPU": _RotaryComposed, "Ascend": _RotaryKernel}, device)(head_dim)

@@ -19,8 +19,14 @@ _DEFAULT_GUIDANCE = 3.5  # what FLUX.1-dev was distilled around
 class FluxDenoiser(nn.Cell):
     """Velocity from packed latents (B, S, C), timestep (B,) = 1000 sigma, text states (B, L, D), pooled (B, P)."""
 
-    def __init__(self, transformer: FluxTransformer2DModel, rows: int, columns: int, text_tokens: int,
-                 guidance_scale: float | None):
+    def __init__(
+        self,
+        transformer: FluxTransformer2DModel,
+        rows: int,
+        columns: int,
+        text_tokens: int,
+        guidance_scale: float | None,
+    ):
         super().__init__(auto_prefix=False)  # the parameters keep the transformer's own names
         self.transformer = transformer
         self.img_ids = Tensor(image_ids(rows, columns))
@@ -31,8 +37,9 @@ class FluxDenoiser(nn.Cell):
         guidance = None
         if self.guidance_scale is not None:
             guidance = ops.ones_like(timestep) * self.guidance_scale
-        return self.transformer(latents, prompt_embeds, pooled, timestep * 0.001, self.img_ids, self.txt_ids,
-                                guidance)[0]
+        return self.transformer(
+            latents, prompt_embeds, pooled, timestep * 0.001, self.img_ids, self.txt_ids, guidance
+        )[0]
 
 
 class FluxDecoder(nn.Cell):
@@ -82,11 +89,20 @@ class FluxPipeline(Pipeline):
         """The components must fit together; each mismatch names both numbers."""
         config, text = self.backbone.config, self.text_encoder.config
         if not config.guidance_embeds and guidance_scale is not None:
-            raise ConfigError(f"sampler.guidance_scale is {guidance_scale}, but {self.folder / 'transformer'} has no "
-                              "guidance embedding; set it to null")
-        pairs = (("joint_attention_dim", config.joint_attention_dim, "text hidden_size", text.hidden_size),
-                 ("pooled_projection_dim", config.pooled_projection_dim, "text hidden_size", text.hidden_size),
-                 ("in_channels", config.in_channels, "4 x VAE latent_channels", 4 * self.vae.config.latent_channels))
+            raise ConfigError(
+                f"sampler.guidance_scale is {guidance_scale}, but {self.folder / 'transformer'} has no "
+                "guidance embedding; set it to null"
+            )
+        pairs = (
+            ("joint_attention_dim", config.joint_attention_dim, "text hidden_size", text.hidden_size),
+            ("pooled_projection_dim", config.pooled_projection_dim, "text hidden_size", text.hidden_size),
+            (
+                "in_channels",
+                config.in_channels,
+                "4 x VAE latent_channels",
+                4 * self.vae.config.latent_channels,
+            ),
+        )
         for name, value, other, expected in pairs:
             if value != expected:
                 raise ConfigError(f"{self.folder}: transformer {name} is {value}, but {other} is {expected}")

@@ -28,19 +28,27 @@ def resolve_checkpoint(path: str | Path) -> Path:
         return SHIPPED[str(path)]
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(f"checkpoint {folder} does not exist; give a folder, or one of: {', '.join(SHIPPED)}")
+        raise ConfigError(
+            f"checkpoint {folder} does not exist; give a folder, or one of: {', '.join(SHIPPED)}"
+        )
     if (folder / "checkpoints").is_dir():
         saved = saved_iterations(folder)
         if not saved:
             raise ConfigError(f"{folder} is a run that has not saved a checkpoint yet")
         return checkpoint_path(folder, saved[-1])
     if not (folder / "model_index.json").is_file():
-        raise ConfigError(f"checkpoint {folder} is neither a run nor a pipeline folder: it has no model_index.json")
+        raise ConfigError(
+            f"checkpoint {folder} is neither a run nor a pipeline folder: it has no model_index.json"
+        )
     return folder
 
 
-def load_pipeline(path: str | Path, compute: str = "float32", guidance_scale: float | None = None,
-                  weights: str | None = None) -> Pipeline:
+def load_pipeline(
+    path: str | Path,
+    compute: str = "float32",
+    guidance_scale: float | None = None,
+    weights: str | None = None,
+) -> Pipeline:
     """Load a pipeline for sampling or training.
 
     Args:
@@ -59,7 +67,9 @@ def load_pipeline(path: str | Path, compute: str = "float32", guidance_scale: fl
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / 'model_index.json'} cannot be read: {error}") from error
     if family not in _FAMILIES:
-        raise ConfigError(f"{folder}: pipeline class {family!r} is not supported; valid: {', '.join(_FAMILIES)}")
+        raise ConfigError(
+            f"{folder}: pipeline class {family!r} is not supported; valid: {', '.join(_FAMILIES)}"
+        )
     pipeline = getattr(import_module(_FAMILIES[family]), family)(folder, compute, guidance_scale)
     _choose_weights(pipeline, folder, weights)
     return pipeline

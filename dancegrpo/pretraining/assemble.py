@@ -24,8 +24,13 @@ _MODEL_INDEX = {
     "transformer": ["diffusers", "FluxTransformer2DModel"],
     "vae": ["dancegrpo", "PatchAutoencoder"],
 }
-_SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "_diffusers_version": "0.36.0",
-              "num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False}
+_SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "_diffusers_version": "0.36.0",
+    "num_train_timesteps": 1000,
+    "shift": 1.0,
+    "use_dynamic_shifting": False,
+}
 
 
 def pretrain(recipe: Recipe, output: Path) -> Path:
@@ -70,8 +75,10 @@ def assemble(recipe: Recipe, work: Path, output: Path) -> Path:
         _write_json(folder / "scheduler" / "scheduler_config.json", _SCHEDULER)
         _write_json(folder / "model_index.json", _MODEL_INDEX)
         figures = {name: json.loads((work / name / "figures.json").read_text()) for name in STAGE_NAMES}
-        _write_json(folder / MANIFEST, {"recipe": dataclasses.asdict(recipe), "figures": figures,
-                                        "sha256": file_hashes(folder)})
+        _write_json(
+            folder / MANIFEST,
+            {"recipe": dataclasses.asdict(recipe), "figures": figures, "sha256": file_hashes(folder)},
+        )
     return target
 
 

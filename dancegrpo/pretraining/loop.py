@@ -49,16 +49,27 @@ def run_stage(stage: Stage, work: Path) -> None:
         step_graph.load_state(arrays)
     lines = loss_file.read_text(encoding="utf-8").splitlines() if loss_file.is_file() else []
     lines = [line for line in lines if json.loads(line)["step"] < start]
-    progress = tqdm(range(start, recipe.steps), initial=start, total=recipe.steps, desc=stage.name, unit="step",
-                    mininterval=2.0)
+    progress = tqdm(
+        range(start, recipe.steps),
+        initial=start,
+        total=recipe.steps,
+        desc=stage.name,
+        unit="step",
+        mininterval=2.0,
+    )
     for step in progress:
         inputs = [Tensor(array) for array in stage.batch(step)]
-        loss, norm = step_graph(Tensor(learning_rate(recipe, step), ms.float32),
-                                Tensor(ema_rate(recipe, step), ms.float32), *inputs)
+        loss, norm = step_graph(
+            Tensor(learning_rate(recipe, step), ms.float32),
+            Tensor(ema_rate(recipe, step), ms.float32),
+            *inputs,
+        )
         if step % 10 == 0 or step + 1 == recipe.steps:
             value = float(loss.asnumpy())
             if not np.isfinite(value):
-                raise RuntimeError(f"stage {stage.name}: the loss is {value} at step {step}; lower its learning_rate")
+                raise RuntimeError(
+                    f"stage {stage.name}: the loss is {value} at step {step}; lower its learning_rate"
+                )
             lines.append(json.dumps({"step": step, "loss": value, "grad_norm": float(norm.asnumpy())}))
             progress.set_postfix(loss=f"{value:.4f}", refresh=False)
         if (step + 1) % recipe.checkpoint_every == 0 or step + 1 == recipe.steps:

@@ -28,7 +28,8 @@ class ClipLoss(nn.Cell):
     """Symmetric contrastive loss (Radford et al., 2021) with one near-miss caption an image.
 
     Image to text chooses among the captions of the batch and their near misses, text to image among the images.
-    The temperature is fixed (`logit_scale` is not trained). `excluded` (B, 2B) is large where a caption that is not the image's own is true of it all the same.
+    The temperature is fixed (`logit_scale` is not trained). `excluded` (B, 2B) is large where a caption that is
+    not the image's own is true of it all the same.
     """
 
     def __init__(self, model: CLIPModel):
@@ -55,8 +56,12 @@ class FlowLoss(nn.Cell):
         self.model = model
         self.img_ids, self.txt_ids = img_ids, txt_ids
 
-    def construct(self, x0: Tensor, noise: Tensor, sigma: Tensor, prompt_embeds: Tensor, pooled: Tensor) -> Tensor:
+    def construct(
+        self, x0: Tensor, noise: Tensor, sigma: Tensor, prompt_embeds: Tensor, pooled: Tensor
+    ) -> Tensor:
         s = sigma.reshape((-1, 1, 1))
-        velocity = self.model((1.0 - s) * x0 + s * noise, prompt_embeds, pooled, sigma, self.img_ids, self.txt_ids)[0]
+        velocity = self.model(
+            (1.0 - s) * x0 + s * noise, prompt_embeds, pooled, sigma, self.img_ids, self.txt_ids
+        )[0]
         difference = velocity - (noise - x0)
         return (difference * difference).mean()

@@ -32,7 +32,9 @@ def _initialize(cell: nn.Cell, seed: int, name: str) -> None:
         array = parameter.asnumpy()
         if array.ndim > 1:
             fan_in = int(np.prod(array.shape[1:])) if "embedding" not in parameter.name else 2500
-            draw = noise.generator("weights", seed, name, parameter.name).standard_normal(array.shape, np.float32)
+            draw = noise.generator("weights", seed, name, parameter.name).standard_normal(
+                array.shape, np.float32
+            )
             parameter.set_data(Tensor(draw / math.sqrt(fan_in)))
 
 
@@ -48,10 +50,12 @@ class AutoencoderStage(Stage):
 
     def __init__(self, recipe: Recipe, assets: Path):
         self.recipe, self.seed = recipe.vae, recipe.run.seed
-        config = PatchAutoencoderConfig(encoder_width=self.recipe.encoder_width,
-                                        decoder_width=self.recipe.decoder_width,
-                                        decoder_bottleneck=self.recipe.decoder_bottleneck,
-                                        decoder_blocks=self.recipe.decoder_blocks)
+        config = PatchAutoencoderConfig(
+            encoder_width=self.recipe.encoder_width,
+            decoder_width=self.recipe.decoder_width,
+            decoder_bottleneck=self.recipe.decoder_bottleneck,
+            decoder_blocks=self.recipe.decoder_blocks,
+        )
         self.model = PatchAutoencoder(config)
         _initialize(self.model, self.seed, self.name)
         self.loss = AutoencoderLoss(self.model, self.recipe.kl_weight)
@@ -60,7 +64,9 @@ class AutoencoderStage(Stage):
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         count = self.recipe.batch_size
         images, _, _ = sample_batch(self.seed, step * count, count)
-        draw = noise.generator("vae", self.seed, step).standard_normal((count, *self.latent_shape), np.float32)
+        draw = noise.generator("vae", self.seed, step).standard_normal(
+            (count, *self.latent_shape), np.float32
+        )
         return _pixels(images) * 2.0 - 1.0, draw
 
     def export(self, folder: Path) -> dict:
@@ -69,8 +75,9 @@ class AutoencoderStage(Stage):
         encode = _Encode(self.model)
         latents = run_batched(lambda x: encode(Tensor(x)), (pixels,), 64)
         shift, scale = float(latents.mean()), float(1.0 / latents.std())
-        self.model.config = dataclasses.replace(self.model.config, scaling_factor=round(scale, 4),
-                                                shift_factor=round(shift, 4))
+        self.model.config = dataclasses.replace(
+            self.model.config, scaling_factor=round(scale, 4), shift_factor=round(shift, 4)
+        )
         decoded = run_batched(lambda x: self.model(Tensor(x))[0], (pixels[:512],), 64)
         error = np.mean((np.clip(decoded, -1, 1) - pixels[:512]) ** 2) / 4.0
         save_model(self.model, folder / "vae", dtype=_SHIPPED_DTYPE)
@@ -98,10 +105,29 @@ class ClipStage(Stage):
         save_word_tokenizer(vocabulary(), self.recipe.context, assets / "tokenizer")
         self.tokenizer = load_tokenizer(assets / "tokenizer")
         width, end = self.recipe.width, len(vocabulary()) + 2
-        text = CLIPTextConfig(end + 1, width, 4 * width, self.recipe.text_layers, self.recipe.heads,
-                              self.recipe.context, "gelu_pytorch_tanh", 1e-5, 1, end, end)
-        vision = CLIPVisionConfig(width, 4 * width, self.recipe.vision_layers, self.recipe.heads, 3, 64,
-                                  self.recipe.patch_size, "gelu_pytorch_tanh")
+        text = CLIPTextConfig(
+            end + 1,
+            width,
+            4 * width,
+            self.recipe.text_layers,
+            self.recipe.heads,
+            self.recipe.context,
+            "gelu_pytorch_tanh",
+            1e-5,
+            1,
+            end,
+            end,
+        )
+        vision = CLIPVisionConfig(
+            width,
+            4 * width,
+            self.recipe.vision_layers,
+            self.recipe.heads,
+            3,
+            64,
+            self.recipe.patch_size,
+            "gelu_pytorch_tanh",
+        )
         self.model = CLIPModel(CLIPConfig(text, vision, width, math.log(1.0 / self.recipe.temperature)))
         self.model.logit_scale.requires_grad = False
         _initialize(self.model, self.seed, self.name)
@@ -118,7 +144,11 @@ class ClipStage(Stage):
         save_model(self.model, folder / "reward_clip", dtype=_SHIPPED_DTYPE)
         save_word_tokenizer(vocabulary(), self.recipe.context, folder / "reward_clip")
         text = CLIPTextModel(self.model.config.text_config)
-        arrays = {name: array for name, array in parameter_arrays(self.model).items() if name.startswith("text_model.")}
+        arrays = {
+            name: array
+            for name, array in parameter_arrays(self.model).items()
+            if name.startswith("text_model.")
+        }
         save_model(text, folder / "text_encoder", dtype=_SHIPPED_DTYPE, weights=arrays)
         return _retrieval(self)
 
@@ -155,8 +185,10 @@ def _retrieval(stage: ClipStage) -> dict:
     rng = noise.generator("clip-validation", stage.seed)
     misses = stage.tokenizer([hard_negative(scene, rng) for scene in scenes])
     scores = _PairScores(stage.model)
-    true, false = (run_batched(lambda x, ids: scores(Tensor(x), Tensor(ids)), (_pixels(images), ids), 96)
-                   for ids in (stage.tokenizer(captions), misses))
+    true, false = (
+        run_batched(lambda x, ids: scores(Tensor(x), Tensor(ids)), (_pixels(images), ids), 96)
+        for ids in (stage.tokenizer(captions), misses)
+    )
     result = {}
     for category in sorted({scene.category for scene in scenes}):
         rows = np.array([scene.category == category for scene in scenes])
@@ -187,16 +219,25 @@ class FlowStage(Stage):
         self.tokenizer = load_tokenizer(assets / "tokenizer")
         channels = 4 * vae.config.latent_channels
         width = text.config.hidden_size
-        config = FluxConfig(in_channels=channels, num_layers=self.recipe.double_layers,
-                            num_single_layers=self.recipe.single_layers, attention_head_dim=self.recipe.head_dim,
-                            num_attention_heads=self.recipe.heads, joint_attention_dim=width,
-                            pooled_projection_dim=width, axes_dims_rope=_rotary_axes(self.recipe.head_dim))
+        config = FluxConfig(
+            in_channels=channels,
+            num_layers=self.recipe.double_layers,
+            num_single_layers=self.recipe.single_layers,
+            attention_head_dim=self.recipe.head_dim,
+            num_attention_heads=self.recipe.heads,
+            joint_attention_dim=width,
+            pooled_projection_dim=width,
+            axes_dims_rope=_rotary_axes(self.recipe.head_dim),
+        )
         self.model = FluxTransformer2DModel(config)
         _initialize(self.model, self.seed, self.name)
         _zero_gates(self.model)
         grid = vae.grid // 2
-        self.loss = FlowLoss(self.model, Tensor(image_ids(grid, grid)),
-                             Tensor(np.zeros((self.tokenizer.context, 3), np.float32)))
+        self.loss = FlowLoss(
+            self.model,
+            Tensor(image_ids(grid, grid)),
+            Tensor(np.zeros((self.tokenizer.context, 3), np.float32)),
+        )
         self.shape = (grid * grid, channels)
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
@@ -208,8 +249,13 @@ class FlowStage(Stage):
         draw = rng.standard_normal((count, *self.shape), np.float32)
         # Logit-normal times (Esser et al., 2024): most practice where the picture is decided.
         sigma = 1.0 / (1.0 + np.exp(-rng.standard_normal(count)))
-        return (pack_latents((latents - self.shift) * self.scale), draw, sigma.astype(np.float32),
-                states.asnumpy(), pooled.asnumpy())
+        return (
+            pack_latents((latents - self.shift) * self.scale),
+            draw,
+            sigma.astype(np.float32),
+            states.asnumpy(),
+            pooled.asnumpy(),
+        )
 
     def export(self, folder: Path) -> dict:
         save_model(self.model, folder / "transformer", dtype=_SHIPPED_DTYPE)

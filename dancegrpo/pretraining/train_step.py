@@ -13,7 +13,9 @@ _add_squares = ops.MultitypeFuncGraph("add_squares")
 
 @_add_squares.register("Tensor")
 def _sum_of_squares(gradient):
-    return 2.0 * ops.L2Loss()(gradient)  # L2Loss is half the sum of squares, and twice as fast as writing it out
+    return 2.0 * ops.L2Loss()(
+        gradient
+    )  # L2Loss is half the sum of squares, and twice as fast as writing it out
 
 
 _scale = ops.MultitypeFuncGraph("scale")
@@ -44,10 +46,19 @@ class TrainStep(nn.Cell):
 
         self.loss = loss
         self.parameters_ = ParameterTuple([p for p in loss.trainable_params()])
-        self.optimizer = AdamW(self.parameters_, learning_rate=recipe.learning_rate, betas=(0.9, 0.999), eps=1e-8,
-                               weight_decay=recipe.weight_decay)
+        self.optimizer = AdamW(
+            self.parameters_,
+            learning_rate=recipe.learning_rate,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=recipe.weight_decay,
+        )
         self.averages = ParameterTuple(
-            [Parameter(Tensor(p.asnumpy()), name="ema." + p.name, requires_grad=False) for p in self.parameters_])
+            [
+                Parameter(Tensor(p.asnumpy()), name="ema." + p.name, requires_grad=False)
+                for p in self.parameters_
+            ]
+        )
         self.gradient = ops.value_and_grad(loss, None, weights=self.parameters_)
         self.max_norm = recipe.max_grad_norm
         self.map = ops.HyperMap()
