@@ -229,6 +229,9 @@ def test_selected_transitions():
     # A candidate's steps do not depend on how many others there are.
     few = select_transitions(2, steps, per_image, seed=3, iteration=5)
     assert {tuple(pair) for pair in few.tolist()} <= pairs
+    # "first" trains the noisiest steps of every image.
+    first = select_transitions(images, steps, per_image, seed=3, iteration=5, selection="first")
+    assert sorted(map(tuple, first.tolist())) == [(i, k) for i in range(images) for k in range(per_image)]
 
 
 class TinyPolicy(nn.Cell):

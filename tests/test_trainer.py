@@ -44,7 +44,6 @@ KEYS = {
 
 INTERRUPTED = """
 from dancegrpo.runtime.cli import run_cli
-from dancegrpo.runtime.delivery import deliver_signals
 from dancegrpo.runtime.signals import StopSignal
 
 def main(arguments):
@@ -65,7 +64,6 @@ def main(arguments):
             time.sleep(0.01)
         stop.check()
 
-deliver_signals()
 run_cli(main)
 """
 

@@ -124,6 +124,12 @@ class TrainConfig:
     timestep_fraction: float = _key(
         0.6, "share of the steps, the last one left out, that is trained per image", above=0.0, maximum=1.0
     )
+    timestep_selection: str = _key(
+        "random",
+        "'random' draws the trained steps anew for every image, 'first' takes those with the most noise, which decide "
+        "what the image shows",
+        choices=("random", "first"),
+    )
     shared_noise: bool = _key(True, "all candidates of a prompt start from the same initial noise")
     learning_rate: float = _key(1e-4, "peak learning rate of AdamW", minimum=0.0)
     lr_schedule: str = _key(

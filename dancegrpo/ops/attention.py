@@ -45,9 +45,7 @@ class _AttentionFlash(nn.Cell):
         )
 
 
-def ScaledDotProductAttention(
-    num_heads: int, head_dim: int, device: str | None = None
-) -> nn.Cell:
+def ScaledDotProductAttention(num_heads: int, head_dim: int, device: str | None = None) -> nn.Cell:
     """Attention of `query` (B, H, S, D) over `key` and `value` (B, H, S', D); returns (B, H, S, D).
 
     `bias`, where given, is added to the scaled scores; it broadcasts to (B, H, S, S') and is float32.

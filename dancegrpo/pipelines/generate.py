@@ -22,7 +22,7 @@ from dancegrpo.runtime.images import make_grid, save_png
 from dancegrpo.runtime.pixels import to_uint8
 
 GRID, RECORDS = "grid.png", "prompts.jsonl"
-_GRID_IMAGES, _GRID_COLUMNS = 64, 8
+_GRID_IMAGES, _GRID_COLUMNS, _GRID_CELL = 64, 8, 128
 _ITERATION = 0  # training counts from 1, so its noise is never drawn here
 
 
@@ -242,4 +242,5 @@ def write_images(
     per_prompt = 1 + max(request.candidate for request in requests)
     columns = min(_GRID_COLUMNS, per_prompt if per_prompt > 1 else len(requests))
     captions = [request.prompt for request in requests[: len(shown)]]
-    save_png(folder / GRID, make_grid(np.stack(shown), columns, captions=captions))
+    scale = max(1, _GRID_CELL // shown[0].shape[0])  # small images are shown larger
+    save_png(folder / GRID, make_grid(np.stack(shown), columns, captions=captions, scale=scale))

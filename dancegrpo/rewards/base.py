@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from dancegrpo.config import ReportedError
+
 Metadata = Sequence[Mapping[str, Any]]
 
 
-class RewardError(RuntimeError):
+class RewardError(ReportedError):
     """A reward could not score its images; the message names the reward's label."""
 
 

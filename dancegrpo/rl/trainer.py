@@ -153,7 +153,12 @@ class Trainer:
         """
         counts, train = self.counts, self.config.train
         chosen = select_transitions(
-            counts.images, counts.steps, counts.trained_per_image, train.seed, trajectory.iteration
+            counts.images,
+            counts.steps,
+            counts.trained_per_image,
+            train.seed,
+            trajectory.iteration,
+            train.timestep_selection,
         )
         batches = chosen.reshape(-1, train.micro_batch, 2)
         references = (

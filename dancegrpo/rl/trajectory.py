@@ -64,15 +64,22 @@ class Trajectory:
         )
 
 
-def select_transitions(images: int, steps: int, per_image: int, seed: int, iteration: int) -> np.ndarray:
+def select_transitions(
+    images: int, steps: int, per_image: int, seed: int, iteration: int, selection: str = "random"
+) -> np.ndarray:
     """Which transitions are trained, int (images * per_image, 2) of image and step, in training order.
 
-    For each image ``per_image`` of the steps 0 ... steps-2 are drawn without replacement: the last one does
-    not touch the decoded image, which is the clean prediction made before it. The order is random, so that
-    each update sees all prompts and noise levels. Both are pure functions of the arguments.
+    For each image ``per_image`` of the steps 0 ... steps-2: the last one does not touch the decoded image,
+    which is the clean prediction made before it. The order is random, so that each update sees all prompts
+    and noise levels. Both are pure functions of the arguments.
+
+    Args:
+        selection: "random" draws the steps of each image without replacement, "first" takes the noisiest ones.
     """
     drawn = [
         noise.generator("timesteps", seed, iteration, image).permutation(steps - 1)[:per_image]
+        if selection == "random"
+        else np.arange(per_image)
         for image in range(images)
     ]
     pairs = np.stack([np.repeat(np.arange(images), per_image), np.concatenate(drawn)], axis=1)

@@ -148,8 +148,11 @@ def _mindspore_cache(stored: Path) -> Iterator[None]:
     folder.mkdir(parents=True)
     placed = folder / f"compile_cache_{_State.next_number}.mindir"
     if stored.is_file():
-        shutil.copyfile(stored, placed)
-        os.utime(placed, ns=(0, 0))
+        try:
+            shutil.copyfile(stored, placed)
+            os.utime(placed, ns=(0, 0))
+        except OSError:  # a full disk must not stop a program that only wanted to start faster
+            placed.unlink(missing_ok=True)
     os.environ["MS_COMPILER_CACHE_ENABLE"] = "1"
     # The digest stands for MindSpore's check of the entry script.
     os.environ["MS_DEV_FORCE_USE_COMPILE_CACHE"] = "1"
@@ -163,7 +166,8 @@ def _mindspore_cache(stored: Path) -> Iterator[None]:
     if len(written) == 1:
         _State.misses += 1
         _State.next_number = int(written[0].stem.rpartition("_")[2]) + 1
-        os.replace(written[0], stored)
+        with contextlib.suppress(OSError):  # another process may have pruned the store meanwhile
+            os.replace(written[0], stored)
     else:
         _State.hits += 1
         _State.next_number += 1

@@ -34,9 +34,10 @@ def setup_runtime(
 
     Args:
         precision: ``precision.compute`` of the config; refused when the device cannot do it.
-        compile_cache: keep compiled graphs on disk for the next process.
+        compile_cache: keep compiled graphs on disk for the next process; on a CPU only, tried on no other
+            device.
         cache_key: text that stands for all that shapes the graphs in the config; other text, other cache.
-        device: "CPU" or "Ascend"; None takes Ascend where there is one, else what MindSpore was built for.
+        device: "CPU" or "Ascend"; None leaves it to MindSpore, which takes Ascend where its plugin loads.
 
     Raises:
         ConfigError: for a precision that the device cannot do, or an unknown one.
@@ -54,7 +55,7 @@ def setup_runtime(
     ms.set_seed(0)  # nothing of ours draws from global generators; third-party initialisers may
     probes.install_compilation_counter()
     store = None
-    if compile_cache and target == "CPU":  # tried on no other device
+    if compile_cache and target == "CPU":
         store = compile_cache_module.enable(cache_folder() / "compile", cache_key, target)
     else:
         compile_cache_module.disable()
@@ -70,6 +71,8 @@ def cache_folder() -> Path:
     folder = base / "dancegrpo"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(folder)
     except OSError:
         folder = Path(tempfile.gettempdir()) / f"dancegrpo-{os.getuid()}"
         folder.mkdir(exist_ok=True)
