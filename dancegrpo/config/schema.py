@@ -104,6 +104,7 @@ class RewardConfig:
         "sum",
         "how the terms make one reward: 'sum' adds weight * score, 'normalized' does so after each score "
         "was brought to mean 0 and deviation 1 within its group",
+        choices=("sum", "normalized"),
     )
 
 

@@ -21,6 +21,8 @@ class TextTokenizer:
         end = tokenizer.token_to_id(_END)
         if end is None:
             raise ConfigError(f"{source} has no {_END} token")
+        self._whole = Tokenizer.from_str(tokenizer.to_str())  # to look at what truncation cuts off
+        self._whole.no_truncation()
         self._tokenizer.enable_truncation(context)
         self._tokenizer.enable_padding(length=context, pad_id=end, pad_token=_END)
 
@@ -29,13 +31,13 @@ class TextTokenizer:
 
     def is_truncated(self, text: str) -> bool:
         """Whether `text` has more tokens than the context holds."""
-        return bool(self._tokenizer.encode(text).overflowing)
+        return len(self._whole.encode(text).ids) > self.context
 
     def unknown_words(self, text: str) -> list[str]:
         """The words of `text` that the vocabulary lacks, in order, each once."""
         if self._unknown_id is None:
             return []
-        encoding = self._tokenizer.encode(text)
+        encoding = self._whole.encode(text)
         words = [
             text[start:end]
             for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
