@@ -101,6 +101,7 @@ def test_bad_override_is_named(override, message):
         "train.micro_batch=48",
         "sampler.num_steps=6",
         "train.timestep_fraction=0.6",
+        "train.updates_per_rollout=1",
         override,
     ]
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
