@@ -161,6 +161,13 @@ def test_a_truncated_file_is_refused(tmp_path):
         load_model(folder)
 
 
+def test_a_config_that_is_no_object_is_refused(tmp_path):
+    folder = broken_copy(tmp_path, lambda config, weights: None)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold an object"):
+        load_model(folder)
+
+
 class _Decoded(nn.Cell):
     def __init__(self, model):
         super().__init__()

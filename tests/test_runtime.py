@@ -172,6 +172,29 @@ def test_run_folder_refuses(tmp_path):
         RunFolder(tmp_path, _config(), overwrite=True)
 
 
+def test_overwriting_loses_nothing_before_the_new_run_trains(tmp_path):
+    path = tmp_path / "run"
+    with RunFolder(path, _config("train.seed=1")) as run:
+        _checkpoint(run, 1)
+    before = {file.relative_to(path): file.is_file() and file.read_bytes() for file in path.rglob("*")}
+    with RunFolder(path, _config("train.seed=2"), overwrite=True) as run:
+        assert run.saved_iterations() == [] and run.metrics() == []
+        run.undo_overwrite()  # what the command does when the model or the prompts turn out to be wrong
+    assert {
+        file.relative_to(path): file.is_file() and file.read_bytes() for file in path.rglob("*")
+    } == before
+
+    RunFolder(path, _config("train.seed=2"), overwrite=True).close()  # and dies before its first iteration
+    with RunFolder(path, _config("train.seed=1"), resume=True) as run:
+        assert run.saved_iterations() == [1] and run.metrics()[0]["reward/rule/mean"] == 0.5
+
+    with RunFolder(path, _config("train.seed=2"), overwrite=True) as run:
+        run.log({"iteration": 1, "loss": 0.25})
+        assert not (path / ".overwritten").exists()
+        run.undo_overwrite()
+        assert run.metrics()[0]["loss"] == 0.25
+
+
 def test_report_shows_images_and_curves(tmp_path):
     rows = [
         {

@@ -22,5 +22,5 @@ def choices_text(given: str, valid: Iterable[str]) -> str:
     """``"did you mean 'a'? (valid: a, b, c)"`` for messages about an unknown name."""
     names = sorted(valid)
     nearest = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"{hint}(valid: {', '.join(names)})"
+    listed = f"valid: {', '.join(names)}"
+    return f"did you mean {nearest[0]!r}? ({listed})" if nearest else listed

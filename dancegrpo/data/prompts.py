@@ -162,7 +162,9 @@ def load_prompts(source: str | Path, column: str = "prompt") -> PromptSet:
     if not rows:
         raise ConfigError(f"prompt list {name} is empty: it needs at least one prompt")
     if column not in rows[0]:
-        raise ConfigError(f"prompt list {name} has no column {column!r}: {choices_text(column, rows[0])}")
+        raise ConfigError(
+            f"prompt list {name} has no column {column!r} (data.prompt_column): {choices_text(column, rows[0])}"
+        )
     prompts = []
     for number, row in enumerate(rows, start=1):
         prompt = row.pop(column)

@@ -55,9 +55,12 @@ def read_config(folder: Path) -> dict:
     if not path.is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold an object with the model's options")
+    return config
 
 
 def build_model(config: dict, source: str, **options) -> nn.Cell:
@@ -99,11 +102,16 @@ def read_weights(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of the safetensors file in a model folder, as stored."""
     for name in (_DIFFUSERS_WEIGHTS, _TRANSFORMERS_WEIGHTS):
         if (folder / name).is_file():
-            try:
-                return load_file(folder / name)
-            except (SafetensorError, OSError, ValueError) as error:
-                raise ConfigError(f"{folder / name} cannot be read as safetensors: {error}") from error
+            return read_safetensors(folder / name)
     raise ConfigError(f"{folder} has no weights; expected {_DIFFUSERS_WEIGHTS} or {_TRANSFORMERS_WEIGHTS}")
+
+
+def read_safetensors(file: Path) -> dict[str, np.ndarray]:
+    """All tensors of one file; ConfigError when it is truncated or something else."""
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 def named_parameters(model: nn.Cell) -> dict[str, Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from dancegrpo.diffusion import PolicyStep, Sampler, make_schedule, make_transit
 from dancegrpo.pipelines.base import Pipeline
 from dancegrpo.pipelines.loading import load_pipeline
 from dancegrpo.runtime import noise
+from dancegrpo.runtime.files import TEMPORARY_PREFIX
 from dancegrpo.runtime.images import make_grid, save_png
 from dancegrpo.runtime.pixels import to_uint8
 
@@ -66,7 +68,7 @@ class ImageGenerator:
             ConfigError: a number is out of range.
         """
         if batch < 1:
-            raise ConfigError(f"the batch must be at least 1, got {batch}")
+            raise ConfigError(f"the batch (--batch, evaluation.batch) must be at least 1, got {batch}")
         self.pipeline = pipeline
         self.batch = batch
         schedule = make_schedule("flow_match", num_steps, shift=shift)
@@ -212,10 +214,23 @@ def generate(config: Config, options: GenerateOptions) -> tuple[int, Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {folder}: {error.strerror}") from error
-    for path in _earlier(folder):
-        path.unlink()
-    write_images(generator, requests, options.seed, folder)
+    if _earlier(folder):
+        _replace_images(generator, requests, options.seed, folder)
+    else:
+        write_images(generator, requests, options.seed, folder)
     return len(requests), folder
+
+
+def _replace_images(
+    generator: ImageGenerator, requests: Sequence[ImageRequest], seed: int, folder: Path
+) -> None:
+    """The earlier images go only when all new ones are there."""
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as new:
+        write_images(generator, requests, seed, Path(new))
+        for path in _earlier(folder):
+            path.unlink()
+        for path in sorted(Path(new).iterdir()):
+            path.replace(folder / path.name)
 
 
 def write_images(

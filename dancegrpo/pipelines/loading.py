@@ -4,8 +4,6 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-from safetensors.numpy import load_file
-
 from dancegrpo.config import ConfigError
 from dancegrpo.pipelines.base import Pipeline
 from dancegrpo.runtime.runlog import checkpoint_path, saved_iterations
@@ -63,9 +61,10 @@ def load_pipeline(
     """
     folder = resolve_checkpoint(path)
     try:
-        family = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / 'model_index.json'} cannot be read: {error}") from error
+    family = index.get("_class_name") if isinstance(index, dict) else None
     if family not in _FAMILIES:
         raise ConfigError(
             f"{folder}: pipeline class {family!r} is not supported; valid: {', '.join(_FAMILIES)}"
@@ -76,7 +75,7 @@ def load_pipeline(
 
 
 def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> None:
-    from dancegrpo.models.loading import load_parameters
+    from dancegrpo.models.loading import load_parameters, read_safetensors
 
     if weights not in (None, "raw", "ema"):
         raise ConfigError(f"weights is {weights!r}; valid: raw, ema")
@@ -84,4 +83,4 @@ def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> No
     if weights == "ema" and not (state / "average.safetensors").is_file():
         raise ConfigError(f"{folder} keeps no average of its weights; use --weights raw")
     if weights == "raw" and (state / "policy.safetensors").is_file():
-        load_parameters(pipeline.backbone, load_file(state / "policy.safetensors"), str(state))
+        load_parameters(pipeline.backbone, read_safetensors(state / "policy.safetensors"), str(state))

@@ -40,6 +40,8 @@ def open_run(
     path = Path(output)
     existed = path.is_dir()
     fresh = not path.exists() or (existed and not any(path.iterdir()))
+    if resume is not False and fresh:
+        print(f"{path}: no run to resume, starting a new one", flush=True)
     if resume is not False and not fresh:
         resume, problems = find_resume_point(path, None if resume is True else resume)
         for problem in problems:
@@ -48,6 +50,7 @@ def open_run(
     try:
         yield folder
     except BaseException:
+        folder.undo_overwrite()
         folder.close()
         if fresh and not (path / "metrics.jsonl").exists():  # a mistyped key must not block the next try
             shutil.rmtree(path)

@@ -71,8 +71,8 @@ def run_cli(main: Callable[[Sequence[str] | None], int | None]) -> None:
         if is_disk_full(error):
             place = getattr(error, "filename", None)
             code = _say(
-                f"error: the disk is full{f' ({place})' if place else ''}; what was saved before is whole, "
-                "free some space and use --resume",
+                f"error: the disk is full{f' ({place})' if place else ''}; what was saved before is whole: free "
+                "some space and run the command again (a training run goes on with --resume)",
                 FAILURE,
             )
         else:

@@ -34,6 +34,8 @@ _OWN = (
     "checkpoints",
 )
 _CHECKPOINT = re.compile(r"iteration_(\d{6,})")
+_ASIDE = ".overwritten"
+"""Where an earlier run waits while the one that replaces it has not done anything yet."""
 # What may change between a run and its continuation; every other key shapes what was computed so far.
 _FREE_ON_RESUME = ("train.iterations", "output.", "evaluation.")
 
@@ -56,7 +58,8 @@ class RunFolder:
             config: the resolved config; written, or on resume compared with the one that is there.
             resume: True continues after the last checkpoint, a number after that one. With nothing saved yet
                 the run starts at the beginning.
-            overwrite: an earlier run in the folder is removed (files of others stay).
+            overwrite: an earlier run in the folder is replaced (files of others stay). It is only set aside until
+                the first iteration is logged; see ``undo_overwrite``.
 
         Raises:
             ConfigError: the folder holds something else, holds a run and neither resume nor overwrite is
@@ -66,7 +69,7 @@ class RunFolder:
         self._metrics_file = None
         self._writer = None
         self._tensorboard = config.output.tensorboard
-        is_run = (self.path / "config.yaml").is_file()
+        is_run = (self.path / "config.yaml").is_file() or (self.path / _ASIDE).is_dir()
         self._check_place(is_run, resume, overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
@@ -101,6 +104,7 @@ class RunFolder:
         """
         row = {key: _plain(value) for key, value in metrics.items()}
         if self._metrics_file is None:
+            shutil.rmtree(self.path / _ASIDE, ignore_errors=True)
             self._metrics_file = open(self.path / "metrics.jsonl", "ab")  # noqa: SIM115 (open for the whole run)
         self._metrics_file.write((json.dumps(row) + "\n").encode())
         self._metrics_file.flush()
@@ -160,9 +164,10 @@ class RunFolder:
         """Makes the folder ready for the iteration after the one that is returned."""
         remove_leftovers(self.path)
         remove_leftovers(self.checkpoints)
+        self.undo_overwrite()
         start = 0
         if overwrite:
-            self._remove_run()
+            self._set_aside()
         elif resume is not False:
             start = self._find_start(resume)
             self._check_same(config)
@@ -184,11 +189,24 @@ class RunFolder:
         except OSError:
             pass  # a file system without locks
 
-    def _remove_run(self) -> None:
-        # config.yaml goes last: it is what makes the folder a run, should we die on the way.
-        for name in reversed(_OWN):
-            entry = self.path / name
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+    def _set_aside(self) -> None:
+        aside = self.path / _ASIDE
+        aside.mkdir()
+        # Metrics go first: without them at the top, undo_overwrite brings everything back.
+        for name in sorted(_OWN, key=lambda name: name != "metrics.jsonl"):
+            if (self.path / name).exists():
+                os.replace(self.path / name, aside / name)
+
+    def undo_overwrite(self) -> None:
+        """Puts back the run that was set aside, unless the new one has logged an iteration."""
+        aside = self.path / _ASIDE
+        if not aside.is_dir():
+            return
+        if not (self.path / "metrics.jsonl").is_file():
+            for entry in aside.iterdir():
+                _remove(self.path / entry.name)
+                os.replace(entry, self.path / entry.name)
+        shutil.rmtree(aside)
 
     def _find_start(self, resume: bool | int) -> int:
         saved = self.saved_iterations()
@@ -287,6 +305,10 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def _remove(entry: Path) -> None:
+    shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
 
 
 def _remove_checkpoint(folder: Path) -> None:
