@@ -94,7 +94,8 @@ def _draw_curves(
     if not panels:
         return
     grid = part.subplots(math.ceil(len(panels) / 2), 2, squeeze=False).flat
-    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+    # The panels first: zip takes one more of what stands first, and the axes left over are needed below.
+    for (title, curves), axes in zip(panels.items(), grid, strict=False):
         for name, values in curves.items():
             label = name.removeprefix("reward/").rsplit("/", 1)[0] if name.startswith("reward/") else name
             (line,) = axes.plot(iterations, values, alpha=0.35, linewidth=1)
