@@ -1,6 +1,5 @@
 """FLUX: packed latents, embedded guidance, text from a CLIP tower."""
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
@@ -11,6 +10,7 @@ from dancegrpo.models.flux import FluxTransformer2DModel
 from dancegrpo.pipelines.base import Pipeline, PromptEncoding
 from dancegrpo.pipelines.latents import image_ids
 from dancegrpo.runtime.batching import run_batched
+from dancegrpo.runtime.precision import compute_dtype
 
 _TEXT_BATCH = 16
 _DEFAULT_GUIDANCE = 3.5  # what FLUX.1-dev was distilled around
@@ -67,7 +67,7 @@ class FluxPipeline(Pipeline):
 
     def __init__(self, folder, compute: str = "float32", guidance_scale: float | None = None):
         super().__init__(folder)
-        dtype = getattr(ms, compute)
+        dtype = compute_dtype(compute)
         self.backbone = load_model(folder / "transformer", dtype)
         self.vae = load_model(folder / "vae", dtype)
         self.text_encoder = load_model(folder / "text_encoder", dtype)

@@ -69,7 +69,8 @@ class TrainStep(nn.Cell):
         factor = ops.minimum(self.max_norm / (norm + 1e-6), Tensor(1.0, ms.float32))
         ops.assign(self.optimizer.learning_rate, learning_rate)
         gradients = self.map(ops.partial(_scale, factor), gradients)
-        # Assignments run in the order in which they are written (MindSpore's automatic control dependencies).
+        # MindSpore may read the parameters for the average before or after this step's assignment, always the same
+        # way in one graph; for an average over hundreds of steps either is as good.
         self.optimizer(gradients)
         self.map(ops.partial(_average, ema_rate), self.averages, self.parameters_)
         return loss, norm
