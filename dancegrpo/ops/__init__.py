@@ -2,7 +2,8 @@
 
 Nothing above this package asks which device it runs on. On CPU the operators are compositions that were
 measured to be faster than (or needed in place of) MindSpore's kernels there, and where the machine has a C++
-compiler the costly ones are fused kernels of our own (`ops.cpu`); on Ascend they are the fused kernels of CANN. See docs/how-it-works.md for what has been run where.
+compiler the costly ones are fused kernels of our own (`ops.cpu`); on Ascend they are the fused kernels of
+CANN. See docs/how-it-works.md for what has been run where.
 """
 
 from dancegrpo.ops.activations import GELU, BiasGELU, QuickGELU, SiLU, get_activation
