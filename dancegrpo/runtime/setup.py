@@ -43,6 +43,9 @@ def setup_runtime(
         ConfigError: for a precision that the device cannot do, or an unknown one.
     """
     be_quiet()
+    # OpenMP's threads would otherwise spin after each of their loops and keep MindSpore's own threads, or another
+    # process, off the cores: an update takes twice as long with them on a busy machine. Read when MindSpore loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import mindspore as ms
 
     if device is not None:
