@@ -88,6 +88,7 @@ def test_override_values():
         ),
         ("train.updates_per_rollout=5", "nearest valid train.updates_per_rollout: 3 or 9"),
         ("train.timestep_fraction=0.1", "less than one step; use at least 0.2"),
+        ("sampler.stochastic_steps=2", "3 steps are trained per image"),
         ("parallel.tensor=2", "not supported yet"),
         ("reward.terms=[]", "a list of at least one"),
         ("reward.terms=[{weight: 1}]", "reward.terms.0 has no name"),

@@ -291,7 +291,9 @@ class TinyTrajectory:
             1, [""] * images, [{}] * images, 1, tuple(conditions), schedule, latents, log_probs, None
         )
         self.advantages = rng.standard_normal(images).astype(np.float32)
-        self.chosen = select_transitions(images, steps, steps - 1, seed=0, iteration=1).reshape(-1, batch, 2)
+        self.chosen = select_transitions(images, steps - 1, steps - 1, seed=0, iteration=1).reshape(
+            -1, batch, 2
+        )
 
     def means(self, batch):
         """Means under the current weights, by the graph of the rollout."""

@@ -57,6 +57,13 @@ def check_counts(config: Config, origin: str = "config") -> None:
             f"{origin}: train.timestep_fraction {train.timestep_fraction} of {counts.steps - 1} trainable "
             f"steps (sampler.num_steps - 1) is less than one step; use at least {smallest}"
         )
+    stochastic = config.sampler.stochastic_steps
+    if stochastic is not None and not counts.trained_per_image <= stochastic <= counts.steps:
+        raise ConfigError(
+            f"{origin}: sampler.stochastic_steps is {stochastic}, but {counts.trained_per_image} steps are "
+            f"trained per image (train.timestep_fraction) out of {counts.steps} (sampler.num_steps); it must lie "
+            "between the two, or be null"
+        )
     if counts.images % train.micro_batch:
         raise ConfigError(
             f"{origin}: data.prompts_per_iteration * train.candidates = {counts.prompts} * "

@@ -81,7 +81,7 @@ class Trainer:
             truncate_timesteps=sampler.truncate_timesteps,
         )
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
-        self.sampler = Sampler(self.policy_step, self.schedule, train.micro_batch)
+        self.sampler = Sampler(self.policy_step, self.schedule, train.micro_batch, sampler.stochastic_steps)
         self.advantage_rule = make_advantage_rule("group_sample_std")
         objective = make_objective("clipped_surrogate", clip_low=train.clip_range)
         self.updater = PolicyUpdater(
@@ -154,7 +154,7 @@ class Trainer:
         counts, train = self.counts, self.config.train
         chosen = select_transitions(
             counts.images,
-            counts.steps,
+            min(counts.steps - 1, self.sampler.stochastic_steps),
             counts.trained_per_image,
             train.seed,
             trajectory.iteration,
@@ -308,7 +308,7 @@ class Trainer:
     def _noise(
         self, iteration: int, prompt: np.ndarray, candidate: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Initial noise (B, ...) and the noise of all steps (T, B, ...) of some images."""
+        """Initial noise (B, ...) and the noise of the stochastic steps (T, B, ...) of some images."""
         train, shape = self.config.train, self.pipeline.latent_shape
         shared = np.full_like(candidate, noise.SHARED_CANDIDATE)
         where = {"seed": train.seed, "iteration": iteration, "prompts": prompt.tolist()}
@@ -320,7 +320,7 @@ class Trainer:
         )
         drawn = [
             noise.batch(shape, candidates=candidate.tolist(), steps=step, **where)
-            for step in range(self.schedule.num_steps)
+            for step in range(self.sampler.stochastic_steps)
         ]
         return initial, np.stack(drawn)
 
