@@ -26,6 +26,7 @@ from dancegrpo.diffusion import PolicyStep, Sampler, make_schedule, make_transit
 from dancegrpo.pipelines import Pipeline  # noqa: E402
 from dancegrpo.rewards import FunctionReward, LabelledReward, RewardSet  # noqa: E402
 from dancegrpo.rl import Trainer, open_run  # noqa: E402
+from dancegrpo.rl.clipping import ClipRange, clip_verdict  # noqa: E402
 from dancegrpo.rl.guard import NotFinite, RatioCheck  # noqa: E402
 from dancegrpo.rl.objectives import make_objective  # noqa: E402
 from dancegrpo.rl.run_state import CheckpointError, find_resume_point, load_run_state  # noqa: E402
@@ -36,7 +37,8 @@ from dancegrpo.runtime.signals import Terminated  # noqa: E402
 PROMPTS = PromptSet(tuple(f"prompt {i}" for i in range(5)), tuple({"index": i} for i in range(5)))
 KEYS = {
     "iteration", "images", "reward/redness/mean", "reward/redness/group_std",
-    "ratio/first_max_deviation", "ratio/mean", "ratio/clip_fraction", "loss/policy", "loss/kl",
+    "ratio/first_max_deviation", "ratio/mean", "ratio/spread", "ratio/clip_range", "ratio/clip_fraction",
+    "loss/policy", "loss/kl",
     "grad/norm", "lr", "skipped", "time/rollout", "time/score", "time/update",
     "memory/peak_rss_mb", "graph/compilations",
 }  # fmt: skip
@@ -301,8 +303,8 @@ class TinyTrajectory:
     def updater(self, **train):
         settings = {"clip_range": 0.02, "learning_rate": 1e-2} | train
         config = dataclasses.replace(Config(), train=dataclasses.replace(Config().train, **settings))
-        objective = make_objective("clipped_surrogate", clip_low=0.02)
         parameters = self.step.denoiser.trainable_params()
+        objective = make_objective("clipped_surrogate")
         return PolicyUpdater(self.step, parameters, objective, config, self.chosen.size // 2)
 
 
@@ -396,5 +398,5 @@ def test_refuses_what_cannot_train(tmp_path):
         train(tmp_path / "run", ode)
     assert not (tmp_path / "run").exists()  # a mistake in the config leaves nothing in the way
     with pytest.raises(ConfigError, match="numerical noise"):
-        RatioCheck(1e-4).look(2e-4)
+        RatioCheck(ClipRange(1e-4)).look(2e-4)
     assert ms.get_context("mode") == ms.GRAPH_MODE
