@@ -231,9 +231,7 @@ def _build(root: type, tree: Mapping[str, Any], source: str, origins: Mapping[st
 def _build_terms(value: Any, origin: str) -> tuple[RewardTerm, ...]:
     if not isinstance(value, list) or not value:
         got = "must not be empty, it is" if value == [] else f"is {_shown(value)}, but must be"
-        raise ConfigError(
-            f"{origin}: reward.terms {got} a list of at least one {{name, weight, label, ...}}"
-        )
+        raise ConfigError(f"{origin}: reward.terms {got} a list of at least one {{name, weight, label, ...}}")
     terms = []
     for index, entry in enumerate(value):
         dotted = f"reward.terms.{index}"

@@ -186,6 +186,9 @@ class EvaluationConfig:
         20250, "seed of the evaluation noise; independent of train.seed", minimum=0, maximum=2**63 - 1
     )
     batch: int = _key(60, "images per graph call", minimum=1)
+    after_training: bool = _key(
+        True, "a run ends with this evaluation of the model that it started from and of the one that it made"
+    )
 
 
 @dataclass(frozen=True)
