@@ -16,6 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from dancegrpo.diffusion import PolicyStep, Sampler, Schedule, make_transition  # noqa: E402
 from dancegrpo.rl.advantages import group_advantages, shuffle_in_groups  # noqa: E402
+from dancegrpo.rl.clipping import ClipRange  # noqa: E402
 from dancegrpo.rl.ema import DECAYS, ema_update, make_decay  # noqa: E402
 from dancegrpo.rl.objectives import (  # noqa: E402
     clipped_surrogate,
@@ -110,7 +111,9 @@ def test_symmetric_clipped_surrogate():
         assert_near(loss, case["out_loss"][k], 1e-5)
         assert_near(grad, case["out_grad_log_prob_new"][k], 5e-5)
         assert np.array_equal(grad.asnumpy() == 0, case["out_grad_log_prob_new"][k] == 0)
-        _, ratio, clipped = make_objective("clipped_surrogate", clip_low=clip)(new, old, advantages)
+        ends = (Tensor(end, ms.float32) for end in ClipRange(clip).bounds())
+        same, ratio, clipped = make_objective("clipped_surrogate")(new, old, advantages, *ends)
+        assert np.array_equal(same.mean().asnumpy() / np.float32(divisor), loss.asnumpy())
         assert_near(ratio, case["out_ratio"][k], 1e-5)
         assert_near(clipped.mean(), case["out_clip_fraction"][k], 1e-5)
 
@@ -274,12 +277,12 @@ def test_policy_update_end_to_end():
         beta2=float(case["hp_betas"][1]),
         adam_epsilon=float(case["hp_adam_eps"]),
         max_grad_norm=float(case["hp_max_grad_norm"]),
+        clip_range=(clip := float(case["hp_clip_range"])),
     )
-    clip = float(case["hp_clip_range"])
     updater = PolicyUpdater(
         step,
         policy.trainable_params(),
-        make_objective("clipped_surrogate", clip_low=clip),
+        make_objective("clipped_surrogate"),
         config,
         images * (steps - 1),
     )

@@ -49,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dancegrpo.runtime.setup import setup_runtime
 
     setup_runtime(config.precision.compute, compile_cache=config.output.compile_cache)
-    from dancegrpo.evaluation.report import evaluate_checkpoints, format_results
+    from dancegrpo.evaluation.report import evaluate_checkpoints, format_comparison, format_results
 
     results = evaluate_checkpoints(
         config, args.json, checkpoint=args.checkpoint, weights=args.weights, compare=args.compare
     )
-    print(format_results(results))
+    print(format_comparison(results, "compare", "checkpoint") if args.compare else format_results(results))
     print(f"written to {args.json}")
 
 
