@@ -115,11 +115,13 @@ def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | Non
         ConfigError: see `load_inputs`, or the model cannot be loaded.
     """
     inputs = inputs or load_inputs(config)
+    from dancegrpo.ops import describe_operators
     from dancegrpo.pipelines import load_pipeline
     from dancegrpo.rl.trainer import Trainer
 
     pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, config.sampler.guidance_scale)
     _warn_of_words(pipeline, inputs.prompts.prompts)
+    print(f"computing with {describe_operators()}", flush=True)
     return Trainer(config, pipeline, inputs.rewards, inputs.prompts, run_folder)
 
 

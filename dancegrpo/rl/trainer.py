@@ -73,7 +73,9 @@ class Trainer:
         train = config.train
         transition, self.schedule = make_chain(config.sampler)
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
-        self.sampler = Sampler(self.policy_step, self.schedule, train.micro_batch, sampler.stochastic_steps)
+        self.sampler = Sampler(
+            self.policy_step, self.schedule, train.micro_batch, config.sampler.stochastic_steps
+        )
         self.advantage_rule = make_advantage_rule("group_sample_std")
         self.updater = PolicyUpdater(
             self.policy_step,
