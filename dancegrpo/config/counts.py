@@ -75,9 +75,9 @@ def check_counts(config: Config, file: str = "config", overrides: Mapping[str, s
     stochastic = config.sampler.stochastic_steps
     if stochastic is not None and not counts.trained_per_image <= stochastic <= counts.steps:
         raise ConfigError(
-            f"{origin}: sampler.stochastic_steps is {stochastic}, but {counts.trained_per_image} steps are "
-            f"trained per image (train.timestep_fraction) out of {counts.steps} (sampler.num_steps); it must lie "
-            "between the two, or be null"
+            f"{origin('sampler.stochastic_steps', *steps)}: sampler.stochastic_steps is {stochastic}; it must be null "
+            f"or lie between the {counts.trained_per_image} steps that are trained per image "
+            f"(train.timestep_fraction) and sampler.num_steps = {counts.steps}"
         )
     if counts.images % train.micro_batch:
         raise ConfigError(
