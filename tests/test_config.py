@@ -88,7 +88,7 @@ def test_override_values():
         ),
         ("train.updates_per_rollout=5", "nearest valid train.updates_per_rollout: 3 or 9"),
         ("train.timestep_fraction=0.1", "less than one step; use at least 0.2"),
-        ("sampler.stochastic_steps=2", "3 steps are trained per image"),
+        ("sampler.stochastic_steps=2", "between the 3 steps that are trained"),
         ("parallel.tensor=2", "not supported yet"),
         ("reward.terms=[]", "must not be empty"),
         ("reward.terms=clip_score", "is 'clip_score' (a text), but must be a list of at least one"),
