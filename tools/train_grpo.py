@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from dancegrpo.config import Config, ConfigError, ReportedError, counts_table, load_config
+from dancegrpo.runtime.checkpoints import config_of as run_config
 from dancegrpo.runtime.cli import common_options, run_cli
 
 
@@ -49,13 +50,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def config_of(args: argparse.Namespace) -> Config:
     """The config given, else that of the run to resume or to start from, else the default."""
-    runs = [args.output] if args.resume is not False else []
-    runs += [args.checkpoint] if args.checkpoint else []
-    known = [Path(run, "config.yaml") for run in runs if Path(run, "config.yaml").is_file()]
+    known = run_config(args.output) if args.resume is not False else None
     overrides = list(args.set)
     overrides += [f"train.seed={args.seed}"] if args.seed is not None else []
     overrides += [f"model.checkpoint={args.checkpoint}"] if args.checkpoint else []
-    return load_config(args.config or (known[0] if known else None), overrides)
+    return load_config(args.config or known or run_config(args.checkpoint), overrides)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,7 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 print(evaluate_run(config, folder, inputs))
             except (ConfigError, ReportedError) as error:
-                print(f"warning: the run is complete, but its evaluation failed: {error}", file=sys.stderr)
+                print(
+                    f"warning: the run is complete, but its evaluation failed: {error}; --resume makes it, with "
+                    "another evaluation.prompts if those are at fault",
+                    file=sys.stderr,
+                )
 
 
 def show_summary(output: str, summary: Mapping[str, Any]) -> None:

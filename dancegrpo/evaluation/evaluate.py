@@ -115,8 +115,8 @@ def check_rewards(rewards: RewardSet, prompts: PromptSet) -> None:
         rewards.check(prompts.prompts)
     except ConfigError as error:
         raise ConfigError(
-            f"evaluation.prompts {prompts.source or ''}: {error}; a list that all rewards can score is needed "
-            "(training needs none with evaluation.after_training=false)"
+            f"evaluation.prompts = {prompts.source or 'the list given'}: {error}, or another list for the "
+            "evaluation (evaluation.after_training=false trains without one)"
         ) from error
 
 

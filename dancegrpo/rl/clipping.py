@@ -81,8 +81,8 @@ def clip_verdict(rows: Sequence[Mapping[str, Any]], train: TrainConfig) -> str |
     """
     if train.updates_per_rollout == 1:
         return (
-            "the clip range was never used: with train.updates_per_rollout = 1 the ratio is always 1 when "
-            "it is looked at"
+            "the clip range was never used: with train.updates_per_rollout = 1 every ratio is taken before the "
+            "weights change, and is 1"
         )
     clipped = [row for row in rows if row.get("ratio/spread") and row.get("ratio/clip_range")]
     if not clipped:
@@ -94,7 +94,8 @@ def clip_verdict(rows: Sequence[Mapping[str, Any]], train: TrainConfig) -> str |
     advice += ", or train.clip_unit=spread)" if train.clip_unit == "absolute" else ")"
     measured = f"the ratio's spread after one update is {spread:.1e}"
     if outside == 0:
-        return f"the clip range ({text}) never bound in {len(clipped)} iterations: {measured}; {advice} would bind"
+        count = f"{len(clipped)} iteration{'s' if len(clipped) > 1 else ''}"
+        return f"the clip range ({text}) never bound in {count}: {measured}; {advice} would bind"
     if outside > _BOUND_EVERYWHERE:
         return (
             f"the clip range ({text}) bound nearly everywhere: {outside:.0%} of the transitions after the first "
