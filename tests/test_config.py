@@ -88,7 +88,10 @@ def test_override_values():
         ),
         ("train.updates_per_rollout=5", "nearest valid train.updates_per_rollout: 3 or 9"),
         ("train.timestep_fraction=0.1", "less than one step; use at least 0.2"),
-        ("sampler.stochastic_steps=2", "between the 3 steps that are trained"),
+        (
+            "train.timestep_selection=random",
+            "sampler.stochastic: trained needs train.timestep_selection: first",
+        ),
         ("parallel.tensor=2", "not supported yet"),
         ("reward.terms=[]", "must not be empty"),
         ("reward.terms=clip_score", "is 'clip_score' (a text), but must be a list of at least one"),
@@ -105,6 +108,8 @@ def test_bad_override_is_named(override, message):
         "sampler.num_steps=6",
         "train.timestep_fraction=0.6",
         "train.updates_per_rollout=1",
+        "train.clip_unit=absolute",
+        "train.clip_range=0.01",
         override,
     ]
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:

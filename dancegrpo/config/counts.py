@@ -18,6 +18,7 @@ class Counts:
     candidates: int
     images: int
     steps: int
+    stochastic_steps: int
     trained_per_image: int
     transitions: int
     updates: int
@@ -40,6 +41,7 @@ def derive_counts(config: Config) -> Counts:
         candidates=train.candidates,
         images=images,
         steps=config.sampler.num_steps,
+        stochastic_steps=trained if config.sampler.stochastic == "trained" else config.sampler.num_steps,
         trained_per_image=trained,
         transitions=transitions,
         updates=train.updates_per_rollout,
@@ -72,12 +74,11 @@ def check_counts(config: Config, file: str = "config", overrides: Mapping[str, s
             f"{origin(*steps)}: train.timestep_fraction {train.timestep_fraction} of {counts.steps - 1} trainable "
             f"steps (sampler.num_steps - 1) is less than one step; use at least {smallest}"
         )
-    stochastic = config.sampler.stochastic_steps
-    if stochastic is not None and not counts.trained_per_image <= stochastic <= counts.steps:
+    if config.sampler.stochastic == "trained" and train.timestep_selection != "first":
         raise ConfigError(
-            f"{origin('sampler.stochastic_steps', *steps)}: sampler.stochastic_steps is {stochastic}; it must be null "
-            f"or lie between the {counts.trained_per_image} steps that are trained per image "
-            f"(train.timestep_fraction) and sampler.num_steps = {counts.steps}"
+            f"{origin('sampler.stochastic', 'train.timestep_selection')}: sampler.stochastic: trained needs "
+            f"train.timestep_selection: first, not {train.timestep_selection}: other selections train other steps "
+            "for each image"
         )
     if counts.images % train.micro_batch:
         raise ConfigError(
@@ -120,7 +121,11 @@ def counts_table(config: Config) -> str:
             c.images,
             f"{c.prompts} x {c.candidates}, in {c.rollout_calls} calls of {train.micro_batch}",
         ),
-        ("denoising steps", c.steps, f"{c.trained_per_image} of them trained per image"),
+        (
+            "denoising steps",
+            c.steps,
+            f"{c.stochastic_steps} of them stochastic, {c.trained_per_image} trained per image",
+        ),
         ("trained transitions", c.transitions, f"{c.images} x {c.trained_per_image}"),
         (
             "updates",

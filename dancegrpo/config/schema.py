@@ -54,10 +54,11 @@ class SamplerConfig:
     num_steps: int = _key(
         6, "denoising steps of a rollout; fewer are faster, more are closer to deployment", minimum=2
     )
-    stochastic_steps: int | None = _key(
-        None,
-        "how many of the first steps draw noise, the others are deterministic; null: all of them",
-        minimum=1,
+    stochastic: str = _key(
+        "all",
+        "steps that draw noise; trained: only those that are trained, the others are deterministic "
+        "(needs train.timestep_selection: first)",
+        choices=("all", "trained"),
     )
     shift: float = _key(
         1.0, "timestep shift s in sigma = s u / (1 + (s-1) u); above 1 spends steps on high noise", above=0.0

@@ -74,7 +74,7 @@ class Trainer:
         transition, self.schedule = make_chain(config.sampler)
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
         self.sampler = Sampler(
-            self.policy_step, self.schedule, train.micro_batch, config.sampler.stochastic_steps
+            self.policy_step, self.schedule, train.micro_batch, self.counts.stochastic_steps
         )
         self.advantage_rule = make_advantage_rule("group_sample_std")
         self.updater = PolicyUpdater(
@@ -148,7 +148,7 @@ class Trainer:
         counts, train = self.counts, self.config.train
         chosen = select_transitions(
             counts.images,
-            min(counts.steps - 1, self.sampler.stochastic_steps),
+            min(counts.steps - 1, counts.stochastic_steps),
             counts.trained_per_image,
             train.seed,
             trajectory.iteration,
@@ -329,7 +329,7 @@ class Trainer:
         )
         drawn = [
             noise.batch(shape, candidates=candidate.tolist(), steps=step, **where)
-            for step in range(self.sampler.stochastic_steps)
+            for step in range(self.counts.stochastic_steps)
         ]
         return initial, np.stack(drawn)
 
