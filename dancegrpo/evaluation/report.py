@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dancegrpo.config import Config, ConfigError
+from dancegrpo.config import Config
 from dancegrpo.data import load_prompts
 from dancegrpo.evaluation.evaluate import Evaluator, results
 from dancegrpo.pipelines import load_pipeline
-from dancegrpo.runtime.files import write_atomic
+from dancegrpo.runtime.files import check_writable, write_atomic
 
 
 def evaluate_checkpoints(
@@ -33,17 +33,13 @@ def evaluate_checkpoints(
         ConfigError: prompts, checkpoints or file cannot be had; nothing was sampled then.
     """
     file = Path(json_file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--json {file}: {error.strerror}") from error
-    if file.is_dir():
-        raise ConfigError(f"--json {file} is a folder, not a file")
+    check_writable(file, "--json")
     checkpoint = checkpoint or config.model.checkpoint
     evaluator = Evaluator(config, load_prompts(config.evaluation.prompts))
     compute, guidance = config.precision.compute, config.sampler.guidance_scale
     model = load_pipeline(checkpoint, compute, guidance, weights)
     other = load_pipeline(compare, compute, guidance) if compare else None
+    file.parent.mkdir(parents=True, exist_ok=True)
     found = evaluator.evaluate(model)
     table = results(config, checkpoint, found, compare, evaluator.evaluate(other) if other else None)
     write_atomic(file, json.dumps(table, indent=2) + "\n")
