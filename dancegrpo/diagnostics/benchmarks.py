@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dancegrpo.config import Config, ConfigError, choices_text
-from dancegrpo.diagnostics import operators, sampling, starts
+from dancegrpo.diagnostics import iteration, operators, sampling, starts
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     "batch": Benchmark(sampling.batch, 9, "16 images against 1"),
     "chain": Benchmark(sampling.chain, 9, "one graph a denoising step against one graph for all of them"),
     "denoise": Benchmark(sampling.denoise, 9, "static graph against eager mode, one denoising step"),
+    "iteration": Benchmark(
+        iteration.iteration,
+        5,
+        "one training iteration against diffusers in PyTorch (extra: parity)",
+        iteration.SETTINGS,
+    ),
     "operators": Benchmark(operators.operators, 5, "the costliest operators of rollout and update"),
     "start": Benchmark(starts.start, 1, "first start against a start with the compile cache"),
 }
