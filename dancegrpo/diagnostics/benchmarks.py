@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dancegrpo.config import Config, ConfigError, choices_text
-from dancegrpo.diagnostics import iteration, operators, sampling, starts
+from dancegrpo.diagnostics import iteration, operators, sampling, scaling, starts
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         iteration.SETTINGS,
     ),
     "operators": Benchmark(operators.operators, 5, "the costliest operators of rollout and update"),
+    "scaling": Benchmark(scaling.scaling, 3, "time and memory from 48 to 384 images", scaling.SETTINGS),
     "start": Benchmark(starts.start, 1, "first start against a start with the compile cache"),
 }
 
