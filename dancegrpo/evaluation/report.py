@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dancegrpo.config import Config, ConfigError
+from dancegrpo.config import Config
 from dancegrpo.data import PromptSet
 from dancegrpo.evaluation.evaluate import Evaluator, evaluation_prompts, results
 from dancegrpo.evaluation.statistics import OVERALL
 from dancegrpo.pipelines import load_pipeline
-from dancegrpo.runtime.files import write_atomic
+from dancegrpo.runtime.files import check_writable, write_atomic
 
 Entry = dict[str, Any]
 
@@ -39,17 +39,13 @@ def evaluate_checkpoints(
         ConfigError: prompts, checkpoints or file cannot be had; nothing was sampled then.
     """
     file = Path(json_file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--json {file}: {error.strerror}") from error
-    if file.is_dir():
-        raise ConfigError(f"--json {file} is a folder, not a file")
+    check_writable(file, "--json")
     checkpoint = checkpoint or config.model.checkpoint
     evaluator = Evaluator(config, prompts or evaluation_prompts(config))
     compute, guidance = config.precision.compute, config.sampler.guidance_scale
     model = load_pipeline(checkpoint, compute, guidance, weights)
     other = load_pipeline(compare, compute, guidance) if compare else None
+    file.parent.mkdir(parents=True, exist_ok=True)
     found = evaluator.evaluate(model, "evaluating")
     base = evaluator.evaluate(other, f"evaluating {compare}") if other else None
     table = results(config, checkpoint, found, compare, base)
