@@ -180,7 +180,8 @@ class Evaluator:
                     f"the verifier reads {IMAGE_SIZE} x {IMAGE_SIZE} pixels, not {size[0]} x {size[1]}"
                 )
             )
-        requests = balanced_requests(self.prompts.prompts, self._categories(), settings.images)
+        categories = self._categories()
+        requests = balanced_requests(self.prompts.prompts, categories, settings.images)
         verdicts, rules, scores = [], [], []
         for batch in generator.stream(requests, settings.seed, title):
             scores.append(self._score(batch))
@@ -193,7 +194,7 @@ class Evaluator:
         if scenes is not None and _RULE not in rewards:
             rewards[_RULE] = np.array([rule.score for rule in rules], np.float32)
         return Evaluation(
-            tuple(self._categories()[request.prompt_index] for request in requests),
+            tuple(categories[request.prompt_index] for request in requests),
             None if scenes is None else np.array([verdict.correct for verdict in verdicts], bool),
             None if scenes is None else np.array([rule.correct for rule in rules], bool),
             rewards,
