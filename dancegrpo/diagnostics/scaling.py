@@ -15,7 +15,7 @@ from dancegrpo.diagnostics.workers import Worker, thread_count
 SIZES = (48, 96, 192, 384)
 """Images an iteration."""
 
-SETTINGS = ("train.candidates=12", "train.micro_batch=24", "train.updates_per_rollout=2")
+SETTINGS = ("train.candidates=12", "train.micro_batch=48", "train.updates_per_rollout=3")
 """So that every size divides."""
 
 
