@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dancegrpo.config import ConfigError, load_config
-from dancegrpo.diagnostics import iteration
+from dancegrpo.diagnostics import iteration, scaling
 from dancegrpo.diagnostics.operators import busy_ms, read_kernels, read_types
 from dancegrpo.diagnostics.workers import Worker, thread_count
 from dancegrpo.pipelines.loading import SHIPPED
@@ -42,6 +42,7 @@ def tiny_config(folder, *overrides):
     return load_config(
         None,
         [
+            *iteration.SETTINGS,
             f"model.checkpoint={folder}",
             "data.prompts_per_iteration=2",
             "train.candidates=4",
@@ -75,12 +76,19 @@ def test_settings_of_a_benchmark_give_way_to_what_is_set(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("sampler.transition", "ode"), ("train.kl_weight", "0.1"), ("train.ema_decay", "0.9")]
+    ("key", "value"),
+    [("sampler.transition", "ode"), ("train.kl_weight", "0.1"), ("train.clip_unit", "spread")],
 )
 def test_iteration_refuses_what_pytorch_does_not_do_here(monkeypatch, key, value):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # as if all were installed
     with pytest.raises(ConfigError, match=key):
-        iteration.iteration(load_config(None, [f"{key}={value}"]), 1)
+        iteration.iteration(load_config(None, [*iteration.SETTINGS, f"{key}={value}"]), 1)
+
+
+def test_scaling_names_the_key_when_a_size_does_not_divide():
+    settings = [*scaling.SETTINGS, "train.candidates=9", "data.prompts_per_iteration=16"]
+    with pytest.raises(ConfigError, match=r"train\.candidates.*got 9"):
+        scaling.scaling(load_config(None, settings), 1)
 
 
 def test_disagreement_is_seen_not_a_number_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import sys
@@ -18,12 +19,14 @@ SIZES = (48, 96, 192, 384)
 SETTINGS = ("train.candidates=12", "train.micro_batch=48", "train.updates_per_rollout=3")
 """So that every size divides."""
 
+_OURS = "dancegrpo.diagnostics.ours:OurIteration"
+
 
 def scaling(config: Config, repeats: int) -> dict[str, Any]:
     """Whole iterations of the real `Trainer`, decoding and rewards included, at `SIZES` images.
 
-    Each size runs in a process of its own, so that its peak memory is its own; the first iteration, which
-    compiles, is not measured.
+    Each size has a process of its own, so that its peak memory is its own. They take turns, so that other load on
+    the machine meets all of them, and each turn begins with an iteration that is not measured.
 
     Returns:
         `linear`: images a second by size; `spread`: the fastest over the slowest, minus 1. `peak_rss_mb` and
@@ -37,18 +40,26 @@ def scaling(config: Config, repeats: int) -> dict[str, Any]:
     configs = {size: _sized(config, size) for size in SIZES}
     threads = thread_count()
     seconds: dict[int, list[float]] = {size: [] for size in SIZES}
-    memory: dict[int, dict[str, float]] = {}
-    with tqdm(total=len(SIZES) * (repeats + 1), unit="run", dynamic_ncols=True, file=sys.stderr) as progress:
+    total = len(SIZES) * (repeats + 1)
+    with (
+        tqdm(total=total, unit="run", dynamic_ncols=True, file=sys.stderr) as progress,
+        contextlib.ExitStack() as stack,
+    ):
+        workers = {}
         for size in SIZES:
-            progress.set_description(f"{size} images")
-            with Worker(
-                "dancegrpo.diagnostics.ours:OurIteration", configs[size], threads, False, threads=threads
-            ) as worker:
-                for _ in range(repeats + 1):
-                    seconds[size].append(worker.call("run"))
-                    progress.update()
-                memory[size] = worker.call("memory")
-    rates = {size: size / statistics.median(values[1:]) for size, values in seconds.items()}
+            progress.set_description(f"{size} images: compiling")
+            worker = Worker(_OURS, configs[size], threads, False, threads=threads)
+            workers[size] = stack.enter_context(worker)
+            worker.call("run")
+            progress.update()
+        for _ in range(repeats):
+            for size, worker in workers.items():
+                progress.set_description(f"{size} images")
+                worker.call("run")
+                seconds[size].append(worker.call("run"))
+                progress.update()
+        memory = {size: worker.call("memory") for size, worker in workers.items()}
+    rates = {size: size / statistics.median(values) for size, values in seconds.items()}
     smallest, largest = memory[SIZES[0]], memory[SIZES[-1]]
     return {
         "linear": rates,
@@ -59,7 +70,7 @@ def scaling(config: Config, repeats: int) -> dict[str, Any]:
         "peak_growth_mb": largest["peak_rss_mb"] - smallest["peak_rss_mb"],
         "stored_growth_mb": largest["stored_mb"] - smallest["stored_mb"],
         "threads": threads,
-        "seconds": {size: values[1:] for size, values in seconds.items()},
+        "seconds": seconds,
     }
 
 

@@ -10,11 +10,14 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
+
+from tqdm import tqdm
 
 from dancegrpo.config import ConfigError
 
@@ -126,6 +129,7 @@ def _environment(**variables: str) -> Iterator[None]:
 def _serve(connection: Connection, factory: str, arguments: tuple, threads: int) -> None:
     """The process: makes the object and answers calls until the other end is closed."""
     os.dup2(2, 1)  # standard output is for the command's result
+    tqdm.set_lock(threading.RLock())  # its usual one, for processes, is reported as leaked after a Ctrl-C
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, _processors()[:threads])
     target, idle = None, 0.0
