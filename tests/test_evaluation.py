@@ -120,6 +120,11 @@ def test_diversity_counts_accepted_images_of_prompts_with_two():
     assert (diversity.accepted, diversity.accepted_prompts) == (pytest.approx(0.5), 2)  # (0 + 1) / 2
     assert diversity.all == pytest.approx((0 + 4 / 3 + 4 / 3) / 3)
     assert diversity_of(same[None], np.zeros((1, 3), bool)).accepted is None
+    # Compared over the prompts that have right images in both, so that the three numbers of a row fit together.
+    other = diversity_of(np.stack([apart, apart, apart]), np.ones((3, 3), bool))
+    row = diversity.difference(other)["accepted"]
+    assert (row["mean"], row["compare_mean"], row["n"]) == (pytest.approx(0.5), pytest.approx(4 / 3), 2)
+    assert row["value"] == pytest.approx(0.5 - 4 / 3)
 
 
 class _Painter(nn.Cell):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dancegrpo.evaluation.statistics import Interval, paired_mean_difference
+from dancegrpo.evaluation.statistics import paired_mean_difference
 
 DIVERSITY_IMAGES = 10
 
@@ -46,11 +46,15 @@ class Diversity:
             return None
         return float(self.accepted_by_prompt[np.isfinite(self.accepted_by_prompt)].mean())
 
-    def difference(self, other: Diversity) -> dict[str, Interval | None]:
-        """This minus the other, paired by prompt: `all`, and `accepted` over the prompts that have it in both."""
-        table = {"all": paired_mean_difference(self.by_prompt, other.by_prompt)}
+    def difference(self, other: Diversity) -> dict[str, dict[str, Any] | None]:
+        """This minus the other, paired by prompt: `all`, and `accepted` over the prompts that have it in both.
+
+        Each is an interval with the means of both sides over those prompts, `mean` and `compare_mean`; None with
+        fewer than two prompts.
+        """
+        table = {"all": _paired(self.by_prompt, other.by_prompt)}
         if self.accepted_by_prompt is not None and other.accepted_by_prompt is not None:
-            table["accepted"] = paired_mean_difference(self.accepted_by_prompt, other.accepted_by_prompt)
+            table["accepted"] = _paired(self.accepted_by_prompt, other.accepted_by_prompt)
         return table
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,6 +68,18 @@ class Diversity:
             "prompts": len(self.by_prompt),
             "images_per_prompt": self.images_per_prompt,
         }
+
+
+def _paired(first: np.ndarray, second: np.ndarray) -> dict[str, Any] | None:
+    both = np.isfinite(first) & np.isfinite(second)
+    interval = paired_mean_difference(first[both], second[both])
+    if interval is None:
+        return None
+    return {
+        "mean": float(first[both].mean()),
+        "compare_mean": float(second[both].mean()),
+        **interval.to_dict(),
+    }
 
 
 def diversity_of(features: np.ndarray, accepted: np.ndarray | None = None) -> Diversity:

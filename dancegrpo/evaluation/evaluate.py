@@ -264,7 +264,7 @@ def results(
         difference = evaluation.difference(other)
         table |= {"difference": _plain(difference)} if difference else {}
         table["reward_difference"] = _plain(evaluation.reward_difference(other))
-        table["diversity_difference"] = _plain(evaluation.diversity.difference(other.diversity))
+        table["diversity_difference"] = evaluation.diversity.difference(other.diversity)
         table["compare"] = {"checkpoint": compare, **other.to_dict()}
     return table | {"checkpoint": checkpoint, "config": config.to_dict(), "seed": config.evaluation.seed}
 

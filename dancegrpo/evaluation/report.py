@@ -87,11 +87,11 @@ def format_comparison(table: dict[str, Any], before: str, after: str) -> str:
         values = other["reward"][label]["mean"], entry["mean"]
         row = [f"reward, {label}", *map(_number, values)]
         rows.append([*row, *_difference(table["reward_difference"][label], "images", _signed)])
-    for kind, words in (("all", "all images"), ("accepted", "right images")):
-        values = [side["diversity"]["clip_distance"][kind] for side in (other, table)]
-        if None not in values:
-            row = [f"diversity, {words}", *map(_number, values)]
-            rows.append([*row, *_difference(table["diversity_difference"][kind], "prompts", _signed)])
+    for kind, entry in table["diversity_difference"].items():
+        if entry is not None:
+            words = {"all": "all images", "accepted": "right images"}[kind]
+            row = [f"diversity, {words}", *map(_number, (entry["compare_mean"], entry["mean"]))]
+            rows.append([*row, *_difference(entry, "prompts", _signed)])
     return "\n".join(_aligned(rows) + _closing(table))
 
 
@@ -100,7 +100,8 @@ def short_form(table: dict[str, Any]) -> dict[str, Any]:
     other = table["compare"]
 
     def entry(before: float, after: float, difference: Entry | None) -> Entry:
-        return {"before": before, "after": after, "difference": difference}
+        interval = difference and {key: difference[key] for key in ("value", "low", "high", "n")}
+        return {"before": before, "after": after, "difference": interval}
 
     short: dict[str, Any] = {}
     if "accuracy" in table:
@@ -110,10 +111,9 @@ def short_form(table: dict[str, Any]) -> dict[str, Any]:
         label: entry(other["reward"][label]["mean"], found["mean"], table["reward_difference"][label])
         for label, found in table["reward"].items()
     }
-    distances = [side["diversity"]["clip_distance"] for side in (other, table)]
     short["diversity"] = {
-        kind: entry(*(distance[kind] for distance in distances), difference)
-        for kind, difference in table["diversity_difference"].items()
+        kind: found and entry(found["compare_mean"], found["mean"], found)
+        for kind, found in table["diversity_difference"].items()
     }
     return short
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,7 @@ def load_inputs(config: Config) -> RunInputs:
     from dancegrpo.evaluation.evaluate import check_rewards, evaluation_prompts
     from dancegrpo.pipelines import resolve_checkpoint
     from dancegrpo.rewards import build_reward_set
+    from dancegrpo.rl import trainer  # noqa: F401 (see `optim`: not where a model is at hand)
     from dancegrpo.rl.chain import make_chain
 
     resolve_checkpoint(config.model.checkpoint)
@@ -134,6 +136,8 @@ def evaluate_run(config: Config, run_folder: RunFolder, inputs: RunInputs | None
     """The table of a finished run's evaluation; see `final_evaluation.evaluate_finished`."""
     _setup(config)
     from dancegrpo.rl.final_evaluation import evaluate_finished
+
+    gc.collect()  # the trainer is in cycles, and its graphs hold as much memory as the evaluation needs
 
     last = run_folder.saved_iterations()[-1]
     print(
