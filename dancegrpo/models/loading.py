@@ -69,7 +69,9 @@ def build_model(config: dict, source: str, **options) -> nn.Cell:
     """A model with random weights from a parsed `config.json`; `source` names it in messages."""
     name = config.get("_class_name") or (config.get("architectures") or [None])[0]
     if name not in _MODULES:
-        raise ConfigError(f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODULES))}")
+        raise ConfigError(
+            f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODULES))}"
+        )
     model_class = getattr(import_module(f"dancegrpo.models.{_MODULES[name]}"), name)
     try:
         model = model_class(
