@@ -69,9 +69,10 @@ def select_transitions(
 ) -> np.ndarray:
     """Which transitions are trained, int (len(images) * per_image, 2) of image and step, in training order.
 
-    For each of the ``images`` (numbers of images in the rollout) ``per_image`` of the first ``trainable`` steps. The last step of a chain is never one of them: it
-    does not touch the decoded image, which is the clean prediction made before it. The order is random, so that each
-    update sees all prompts and noise levels. Both are pure functions of the arguments.
+    For each of the ``images`` (their numbers in the rollout) ``per_image`` of the first ``trainable`` steps. The last
+    step of a chain is never one of them: it does not touch the decoded image, which is the clean prediction made
+    before it. The order is random, so that each update sees all prompts and noise levels. Both are pure functions of
+    the arguments.
 
     Args:
         selection: "random" draws the steps of each image without replacement, "first" takes the noisiest ones.
