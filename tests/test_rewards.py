@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import mindspore as ms
@@ -111,6 +112,37 @@ def test_images_stay_on_the_device_without_host_rewards():
     rewards.score(ms.Tensor(_images(2)), ["a", "b"])
     with pytest.raises(AssertionError, match="copied to the host"):
         _set(GroupRank(), group_size=2).score(NoCopy(), ["a", "a"])
+
+
+def test_streamed_scores_are_those_of_the_whole():
+    """Parts that cut through groups; the worker's errors come out of ``finish``."""
+    calls = []
+
+    def slow(images, prompts, metadata):
+        calls.append(threading.current_thread().name)
+        return images[..., 0].mean(axis=(1, 2)) + np.array([record["i"] for record in metadata])
+
+    images, prompts, metadata = _images(6), list("aabbcc"), [{"i": i} for i in range(6)]
+    rank = GroupRank()
+    rewards = _set(FunctionReward(slow), rank, MatchCell(), group_size=2)
+    stream = rewards.stream()
+    for start, stop in ((0, 3), (3, 4), (4, 6)):
+        stream.add(ms.Tensor(images[start:stop]), prompts[start:stop], metadata[start:stop])
+    streamed = stream.finish(ms.Tensor(images), prompts, metadata)
+    assert set(calls) == {"host-rewards_0"} and len(calls) == 2  # of 4 and 2 images: whole groups
+    assert [call[0] for call in rank.calls] == [2, 2, 2]
+    whole = rewards.score(ms.Tensor(images), prompts, metadata)
+    assert list(streamed) == list(whole)
+    for label in whole:
+        np.testing.assert_array_equal(streamed[label], whole[label])
+
+    def fails(images, prompts, metadata):
+        raise OSError("no such scorer")
+
+    stream = _set(FunctionReward(fails)).stream()
+    stream.add(ms.Tensor(images), prompts, metadata)
+    with pytest.raises(RewardError, match="reward 'r0' failed: OSError: no such scorer"):
+        stream.finish(ms.Tensor(images), prompts, metadata)
 
 
 def test_total_sums_or_normalises_within_groups():

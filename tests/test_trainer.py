@@ -121,6 +121,9 @@ def redness(images, prompts, metadata):
     return scale * (images[..., 0].mean(axis=(1, 2)) - images[..., 2].mean(axis=(1, 2))) / 255
 
 
+PARTS = 2  # micro-batches of a rollout below: a host reward is called for each
+
+
 def config_of(iterations=4, output=None, **train) -> Config:
     settings = {
         "candidates": 4, "micro_batch": 8, "learning_rate": 3e-3, "clip_range": 0.02,
@@ -208,7 +211,7 @@ def test_resumes_to_the_same_bytes(tmp_path):
 
     def dying(*args):
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) == 4 * PARTS:
             raise RuntimeError("killed")
         return redness(*args)
 
@@ -251,7 +254,7 @@ def test_interrupt_before_an_update_saves_the_iteration_before(tmp_path):
 
     def interrupting(*args):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 2 * PARTS:
             os.kill(os.getpid(), signal.SIGTERM)
         return redness(*args)
 
@@ -277,9 +280,9 @@ def test_rewards_that_are_not_finite_change_nothing(tmp_path):
     def failing(*args):
         calls.append(1)
         scores = redness(*args)
-        if len(calls) == 2:
+        if len(calls) == 2 * PARTS:
             scores[3] = np.nan
-        return scores if len(calls) < 4 else np.full_like(scores, np.inf)
+        return scores if len(calls) <= 3 * PARTS else np.full_like(scores, np.inf)
 
     config = config_of(9, output={"checkpoint_every": 1, "keep_last": 0}, max_skipped=3)
     with pytest.raises(NotFinite, match=r"iteration 6: 3 updates.*the reward 'redness'.*iteration_000005"):

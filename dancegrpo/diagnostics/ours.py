@@ -49,6 +49,7 @@ class OurIteration:
         self.advantages = None
         if bare:
             self.trainer.pipeline.decode = _undecoded
+            self.trainer.reward_set = _Unscored()
             rewards = noise.generator("benchmark", config.train.seed).random(counts.images, np.float32)
             self.advantages = self.trainer.advantage_rule(rewards, counts.candidates)
         self._trajectory = None
@@ -60,7 +61,7 @@ class OurIteration:
         advantages = self.advantages
         if advantages is None:
             advantages = self.trainer.advantage(self.trainer.score(trajectory), 1)
-        self.trainer.update(trajectory, advantages)
+        self.trainer.update(trajectory, advantages, np.arange(self.trainer.counts.images))
         seconds = time.perf_counter() - start
         self._trajectory = trajectory
         return seconds
@@ -141,6 +142,16 @@ class OurIteration:
             "peak_rss_mb": probes.peak_rss_mb(),
             "stored_mb": sum(array.nbytes for array in arrays) / 2**20,
         }
+
+
+class _Unscored:
+    """Rewards that look at nothing, for an iteration whose advantages are given."""
+
+    def stream(self) -> _Unscored:
+        return self
+
+    def add(self, *_: Any) -> None:
+        pass
 
 
 def _undecoded(latents: Any) -> Any:

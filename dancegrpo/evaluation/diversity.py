@@ -9,7 +9,7 @@ import numpy as np
 
 from dancegrpo.evaluation.statistics import paired_mean_difference
 
-DIVERSITY_IMAGES = 10
+DIVERSITY_IMAGES = 12  # of one prompt
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from dancegrpo.rewards.base import class_name
 from dancegrpo.rewards.clip_score import SHIPPED, ClipImageFeatures, ClipScoreReward
 from dancegrpo.runtime.pixels import to_uint8
 
-DIVERSITY_PROMPTS = 24  # spread evenly over the categories
+_DIVERSITY_SHARE = 14  # one prompt for so many of the evaluation's images: 72 prompts of 1,020 images
 _RULE = ShapesRuleReward.__name__
 
 
@@ -214,7 +214,7 @@ class Evaluator:
         return {label: values[: batch.count] for label, values in scores.items()}
 
     def _diversity(self, generator: ImageGenerator, scenes: list[Scene] | None, title: str) -> Diversity:
-        count = min(DIVERSITY_PROMPTS, len(self.prompts))
+        count = min(max(1, self.config.evaluation.images // _DIVERSITY_SHARE), len(self.prompts))
         chosen = [r.prompt_index for r in balanced_requests(self.prompts.prompts, self._categories(), count)]
         # Candidates from 1: candidate 0 is the image that the accuracy counts.
         requests = [

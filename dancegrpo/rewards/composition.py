@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from dancegrpo.config import ConfigError, RewardConfig, choices_text
 from dancegrpo.rewards.base import Metadata, RewardError, RewardFunction, class_name
 from dancegrpo.rewards.registry import build_reward
+from dancegrpo.rewards.streaming import ScoreStream
 from dancegrpo.runtime.pixels import to_uint8
 
 COMBINE = ("sum", "normalized")
@@ -84,6 +86,7 @@ class RewardSet:
         self.combine = combine
         self.group_size = group_size
         self._hosts = {t.label: t.reward for t in terms if isinstance(t.reward, RewardFunction)}
+        self._worker: ThreadPoolExecutor | None = None
         self._cells = {
             t.label: _CellRunner(t.label, t.reward, batch) for t in terms if t.label not in self._hosts
         }
@@ -103,6 +106,11 @@ class RewardSet:
         """True if a term reads uint8 images on the host."""
         return bool(self._hosts)
 
+    @property
+    def host_group_size(self) -> int:
+        """Images that host rewards must see together: a whole group if one of them is group-wise, else 1."""
+        return self.group_size if any(reward.group_wise for reward in self._hosts.values()) else 1
+
     def check(self, prompts: Sequence[str]) -> None:
         """Lets every reward refuse prompts that it cannot score; call it before anything expensive.
 
@@ -112,14 +120,26 @@ class RewardSet:
         for term in self.terms:
             term.reward.check(prompts)
 
+    def stream(self) -> ScoreStream:
+        """Scoring of images that arrive part by part. Host rewards are then called from a thread, one call at a
+        time, while the caller samples on; so one that runs MindSpore graphs belongs into a reward cell."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "host-rewards")
+        return ScoreStream(self, self._worker)
+
     def score(
-        self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None
+        self,
+        images: Any,
+        prompts: Sequence[str],
+        metadata: Metadata | None = None,
+        on_host: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Scores of all terms.
 
         Args:
             images: (N, 3, H, W) float in [0, 1], a device tensor or an array.
             prompts: N prompts; metadata: N records or None.
+            on_host: what `score_on_host` gave for them, if it was called already.
 
         Returns:
             label -> (N,) float32. Scores that are not finite are passed on: the trainer's guard skips and
@@ -133,14 +153,26 @@ class RewardSet:
                 f"{images.shape[0]} images, {len(prompts)} prompts and "
                 f"{'no' if metadata is None else len(metadata)} metadata records do not match."
             )
-        host = _HostImages.of(images) if self._hosts else None
+        scores = dict(on_host or {})
+        if self._hosts and not scores:
+            scores = self.score_on_host(self.to_host(images), prompts, metadata)
+        for label, cell in self._cells.items():
+            with _named(label):
+                scores[label] = cell(images, prompts)
+        return {label: scores[label] for label in self.labels}
+
+    def to_host(self, images: Any) -> HostImages:
+        """The one place where images leave the device."""
+        return HostImages.of(images)
+
+    def score_on_host(
+        self, images: HostImages, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> dict[str, np.ndarray]:
+        """Scores of the host rewards alone; see `score`."""
         scores = {}
-        for term in self.terms:
-            with _named(term.label):
-                if term.label in self._cells:
-                    scores[term.label] = self._cells[term.label](images, prompts)
-                else:
-                    scores[term.label] = self._score_on_host(term.label, host, prompts, metadata)
+        for label in self._hosts:
+            with _named(label):
+                scores[label] = self._score_on_host(label, images, prompts, metadata)
         return scores
 
     def total(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -156,7 +188,7 @@ class RewardSet:
         return total
 
     def _score_on_host(
-        self, label: str, host: _HostImages, prompts: Sequence[str], metadata: Metadata | None
+        self, label: str, host: HostImages, prompts: Sequence[str], metadata: Metadata | None
     ) -> np.ndarray:
         reward = self._hosts[label]
         count = len(prompts)
@@ -191,17 +223,28 @@ def normalize_in_groups(values: np.ndarray, group_size: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _HostImages:
+class HostImages:
+    """Images as host rewards see them, and which of them hold finite numbers only."""
+
     pixels: np.ndarray  # (N, H, W, 3) uint8
     finite: np.ndarray  # (N,) bool
 
     @classmethod
-    def of(cls, images: Any) -> _HostImages:
-        """The one place where images leave the device."""
+    def of(cls, images: Any) -> HostImages:
+        """From (N, 3, H, W) float in [0, 1], on the device or not."""
         values = images.asnumpy() if hasattr(images, "asnumpy") else np.asarray(images)
         pixels = to_uint8(values)
         pixels.flags.writeable = False  # all host rewards share them
         return cls(pixels, np.isfinite(values).all(axis=(1, 2, 3)))
+
+    @classmethod
+    def join(cls, parts: Sequence[HostImages]) -> HostImages:
+        """Several as one."""
+        if len(parts) == 1:
+            return parts[0]
+        pixels = np.concatenate([part.pixels for part in parts])
+        pixels.flags.writeable = False
+        return cls(pixels, np.concatenate([part.finite for part in parts]))
 
 
 class _CellRunner:

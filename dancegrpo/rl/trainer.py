@@ -95,13 +95,14 @@ class Trainer:
     # ---- the four verbs
 
     def rollout(self, iteration: int) -> Trajectory:
-        """Samples all candidates of the iteration's prompts and decodes them."""
+        """Samples all candidates of the iteration's prompts and decodes them; host rewards work meanwhile."""
         counts, train = self.counts, self.config.train
         rows = self.prompt_set.batch(iteration, counts.prompts, train.seed, self.config.data.shuffle)
         chosen = [self.prompt_set.prompts[row] for row in rows]
         conditions = self.pipeline.encode_prompts(chosen)
         prompt, candidate = np.divmod(np.arange(counts.images), counts.candidates)
-        chains, images = [], []
+        prompts, metadata = [chosen[i] for i in prompt], [self.prompt_set.metadata[rows[i]] for i in prompt]
+        chains, images, scoring = [], [], self.reward_set.stream()
         for start in range(0, counts.images, train.micro_batch):
             part = slice(start, start + train.micro_batch)
             initial, drawn = self._noise(iteration, prompt[part], candidate[part])
@@ -109,22 +110,24 @@ class Trainer:
                 initial, [array[prompt[part]] for array in conditions], drawn, keep=True
             )
             images.append(self.pipeline.decode(chain.final))
+            scoring.add(images[-1], prompts[part], metadata[part])
             chains.append(chain)
         return Trajectory(
             iteration=iteration,
-            prompts=[chosen[i] for i in prompt],
-            metadata=[self.prompt_set.metadata[rows[i]] for i in prompt],
+            prompts=prompts,
+            metadata=metadata,
             group_size=counts.candidates,
             conditions=tuple(conditions),
             schedule=self.schedule,
             latents=np.concatenate([_stack(chain.latents) for chain in chains], axis=1),
             log_probs=np.concatenate([_stack(chain.log_probs) for chain in chains], axis=1),
             images=images[0] if len(images) == 1 else ops.cat(images),
+            scoring=scoring,
         )
 
     def score(self, trajectory: Trajectory) -> dict[str, np.ndarray]:
         """Label -> float32 (N,): what each reward says of each image."""
-        return self.reward_set.score(trajectory.images, trajectory.prompts, trajectory.metadata)
+        return trajectory.scoring.finish(trajectory.images, trajectory.prompts, trajectory.metadata)
 
     def advantage(self, scores: Mapping[str, np.ndarray], iteration: int) -> np.ndarray:
         """Float32 (N,): advantages within groups; shuffled there if the run is a control."""
@@ -145,7 +148,7 @@ class Trainer:
         return (groups[:, None] * size + np.arange(size)).reshape(-1)
 
     def update(self, trajectory: Trajectory, advantages: np.ndarray, images: np.ndarray) -> dict[str, float]:
-        """All updates of an iteration, on the transitions of the given images; returns their metrics.
+        """All updates of an iteration, on transitions of the given images (see `choose`); returns their metrics.
 
         Raises:
             NotFinite: too many updates in a row were not finite.

@@ -29,6 +29,7 @@ class Trajectory:
         latents: float32 (T+1, N, ...), as they were stored when their log-probability was taken.
         log_probs: float32 (T, N), under the policy that sampled; not-a-number for deterministic steps.
         images: (N, 3, H, W) float in [0, 1], on the device.
+        scoring: the `rewards.streaming.ScoreStream` of these images.
     """
 
     iteration: int
@@ -40,6 +41,7 @@ class Trajectory:
     latents: np.ndarray
     log_probs: np.ndarray
     images: Any
+    scoring: Any = None
 
     def batch(
         self, chosen: np.ndarray, advantages: np.ndarray, reference_means: np.ndarray | None = None
