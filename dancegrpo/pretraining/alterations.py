@@ -193,23 +193,26 @@ _OF_THINGS: tuple[Edit, ...] = (
     swapped_things,
     faded,
 )
-_OF_ALL: tuple[Edit, ...] = (other_ground, mirrored, blurred, noisy)
+_OF_LOOKS: tuple[Edit, ...] = (other_ground, other_ground, mirrored, blurred, noisy)
 
 
-def alter(picture: np.ndarray, blobs: Sequence[Blob] | None, rng: np.random.Generator) -> np.ndarray:
-    """One random edit, twice out of three an edit of things; a third of the pictures gets another ground as well.
+def alter(
+    picture: np.ndarray, blobs: Sequence[Blob] | None, rng: np.random.Generator, things: bool
+) -> np.ndarray:
+    """One random edit.
 
     Args:
         picture: uint8 (64, 64, 3). blobs: as `find_blobs` gives them.
+        things: whether things are edited (every other picture gets another ground as well), or how all of it looks.
 
     Returns:
         uint8 (64, 64, 3), another picture.
     """
     source, result = picture.astype(np.float32), None
-    if blobs and rng.random() < 2 / 3:
+    if things and blobs:
         result = _one_of(_OF_THINGS, rng)(source, blobs, rng)
     if result is None:
-        result = _one_of(_OF_ALL, rng)(source, blobs or (), rng)
-    elif rng.random() < 1 / 3:
+        result = _one_of(_OF_LOOKS, rng)(source, blobs or (), rng)
+    elif rng.random() < 0.5:
         result = other_ground(result, blobs, rng)
     return np.rint(np.clip(result, 0, 255)).astype(np.uint8)

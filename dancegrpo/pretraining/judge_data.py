@@ -11,7 +11,7 @@ import numpy as np
 from dancegrpo.data.shapes_world import Scene, hard_negative, pick_caption, scene_of, split_of
 from dancegrpo.pretraining.alterations import alter
 from dancegrpo.pretraining.recipe import RewardRecipe
-from dancegrpo.rewards.shapes_verifier import Blob, find_blobs, scenes_shown
+from dancegrpo.rewards.shapes_verifier import Blob, find_blobs, judge, scenes_shown
 from dancegrpo.runtime import noise
 
 
@@ -48,20 +48,17 @@ def read(images: np.ndarray, subjects: Sequence[Scene]) -> Pictures:
     return Pictures(images, blobs, tuple(frozenset(scenes_shown(b)) for b in blobs), tuple(subjects))
 
 
-def joined(first: Pictures, second: Pictures) -> Pictures:
-    """The pictures of both, those of `second` behind."""
-    return Pictures(
-        np.concatenate([first.images, second.images]),
-        first.blobs + second.blobs,
-        first.shown + second.shown,
-        first.subjects + second.subjects,
-    )
+def joined(parts: Sequence[Pictures]) -> Pictures:
+    """The pictures of all parts, one after the other."""
+    columns = zip(*((part.blobs, part.shown, part.subjects) for part in parts), strict=True)
+    images = np.concatenate([part.images for part in parts])
+    return Pictures(images, *(sum(column, ()) for column in columns))
 
 
-def altered(pictures: Pictures, seed: int, name: str) -> Pictures:
-    """One altered copy of each picture, read anew; `name` names the stream of random edits."""
+def altered(pictures: Pictures, seed: int, name: str, things: bool) -> Pictures:
+    """An altered copy of each picture, read anew; `name` names the stream of edits, `things` see `alter`."""
     copies = [
-        alter(image, blobs, noise.generator("alter", name, seed, i))
+        alter(image, blobs, noise.generator("alter", name, seed, i), things)
         for i, (image, blobs) in enumerate(zip(pictures.images, pictures.blobs, strict=True))
     ]
     return read(np.stack(copies), pictures.subjects)
@@ -69,13 +66,23 @@ def altered(pictures: Pictures, seed: int, name: str) -> Pictures:
 
 @dataclass(frozen=True)
 class JudgeBatch:
-    """N pictures, M captions: `truth` and `close` (N, M) bool, `own` (N, M) bool where the caption is the prompt."""
+    """N pictures and M captions.
+
+    Attributes:
+        truth: bool (N, M), whether the caption is true of the picture.
+        close: bool (N, M), pairs that are hard to tell: the caption is the picture's prompt, or was made of what
+            this picture, or another one of its prompt, shows.
+        own: bool (N, M), the caption is the picture's prompt.
+        credit: float32 (N, M) in [0, 1], 1 where true; of close pairs that are not, half of the verifier's partial
+            credit (what the rule reward calls mixed).
+    """
 
     images: np.ndarray
     captions: list[str]
     truth: np.ndarray
     close: np.ndarray
     own: np.ndarray
+    credit: np.ndarray
 
 
 class JudgeBatches:
@@ -118,8 +125,14 @@ class JudgeBatches:
         own = close.copy()
         own[:, recipe.groups :] = False
         stated = [scene_of(caption) for caption in captions]
-        truth = np.array([[scene in shown for scene in stated] for shown in (*painted.shown, *single.shown)])
-        return JudgeBatch(np.concatenate([painted.images, single.images]), captions, truth, close, own)
+        shown, blobs = painted.shown + single.shown, painted.blobs + single.blobs
+        truth = np.array([[scene in true for scene in stated] for true in shown])
+        credit = truth.astype(np.float32)
+        for i, j in zip(*np.nonzero(close & ~truth), strict=True):
+            credit[i, j] = 0.5 * judge(blobs[i], stated[j]).score
+        return JudgeBatch(
+            np.concatenate([painted.images, single.images]), captions, truth, close, own, credit
+        )
 
     def _members(self, group: int, rng: np.random.Generator) -> np.ndarray:
         """Pictures of a group, as many right as wrong ones as far as there are."""
@@ -156,3 +169,14 @@ def pair_weights(batch: JudgeBatch, close_share: float) -> np.ndarray:
         for part in (mask & batch.truth, mask & ~batch.truth):
             weight[part] *= 0.5 * share / max(weight[part].sum(), 1.0)
     return (weight / weight.sum()).astype(np.float32)
+
+
+def pair_targets(batch: JudgeBatch, smoothing: float) -> np.ndarray:
+    """Targets (N, M): the credit, of close pairs kept `smoothing` away from 0 and 1.
+
+    So the loss has its minimum at a finite cosine, the same for all pictures that are equally right: what else they
+    look like, which a group-relative advantage would make much of, is pressed out of the score. Pairs that have
+    nothing to do with each other are only pushed apart.
+    """
+    kept = smoothing + (1.0 - 2.0 * smoothing) * batch.credit
+    return np.where(batch.close | batch.truth, kept, batch.credit).astype(np.float32)

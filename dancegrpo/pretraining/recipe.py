@@ -78,14 +78,14 @@ class RewardRecipe(StageRecipe):
     groups: int = 16  # prompts whose pictures meet in a batch
     group_size: int = 4
     threshold: float = 0.5
-    temperature: float = 0.05
-    smoothing: float = 0.05  # targets are this far from 0 and 1
+    temperature: float = 0.1
+    smoothing: float = 0.1  # targets are this far from 0 and 1
     close_share: float = (
         0.75  # of the loss: pairs of a picture with its own prompt, its caption, near misses of them
     )
     prompts: int = 768  # of the train split, painted
     rollout_images: int = 6  # pictures of a prompt as RL rollouts paint them
-    evaluation_images: int = 2  # and as evaluation does
+    evaluation_images: int = 1  # and as evaluation does
     renders: int = 1536
     held_out_prompts: int = 240  # of the validation list, for the figures
     held_out_images: int = 8  # of each, half as many as evaluation paints them

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from mindspore import Tensor
 
 from dancegrpo.data import load_prompts
-from dancegrpo.data.shapes_world import sample_batch, scene_of
+from dancegrpo.data.shapes_world import Scene, sample_batch, scene_of
 from dancegrpo.models import load_model, load_tokenizer, save_model
 from dancegrpo.models.loading import load_parameters, read_weights
 from dancegrpo.pipelines.flux import FluxPipeline
 from dancegrpo.pretraining.held_out import HeldOut
-from dancegrpo.pretraining.judge_data import JudgeBatches, Pictures, altered, joined, pair_weights, read
+from dancegrpo.pretraining.judge_data import (
+    JudgeBatches,
+    Pictures,
+    altered,
+    joined,
+    pair_targets,
+    pair_weights,
+    read,
+)
 from dancegrpo.pretraining.loop import Stage
 from dancegrpo.pretraining.losses import JudgeLoss
 from dancegrpo.pretraining.painting import EVALUATION, ROLLOUT, Painter
@@ -90,10 +99,9 @@ class RewardStage(Stage):
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         batch = self.batches.batch(step)
-        smoothing = self.recipe.smoothing
-        target = smoothing + (1.0 - 2.0 * smoothing) * batch.truth.astype(np.float32)
         weight = pair_weights(batch, self.recipe.close_share)
-        return to_pixels(batch.images), self.tokenizer(batch.captions), target.astype(np.float32), weight
+        target = pair_targets(batch, self.recipe.smoothing)
+        return to_pixels(batch.images), self.tokenizer(batch.captions), target, weight
 
     def export(self, folder: Path) -> dict:
         save_model(self.model, folder / "reward_clip", dtype=SHIPPED_DTYPE)
@@ -106,9 +114,10 @@ class RewardStage(Stage):
         return self.held_out.figures(score, self.seed) | near_miss_accuracy(score, self.seed)
 
 
-def _with_altered(images: np.ndarray, subjects: list, seed: int, name: str) -> Pictures:
-    """Pictures uint8 (P, K, H, W, 3) of P subjects and an altered copy of each: 2 K side by side for each subject."""
+def _with_altered(images: np.ndarray, subjects: Sequence[Scene], seed: int, name: str) -> Pictures:
+    """Pictures uint8 (P, K, H, W, 3) of P subjects and two altered copies of each: 3 K side by side for a subject."""
     count, each = images.shape[:2]
     flat = read(images.reshape(-1, *images.shape[2:]), [s for s in subjects for _ in range(each)])
-    places = np.arange(2 * count * each).reshape(2, count, each).transpose(1, 0, 2).reshape(-1)
-    return joined(flat, altered(flat, seed, name)).chosen(places)
+    copies = [altered(flat, seed, f"{name} {things}", things) for things in (True, False)]
+    places = np.arange(3 * count * each).reshape(3, count, each).transpose(1, 0, 2).reshape(-1)
+    return joined([flat, *copies]).chosen(places)

@@ -296,8 +296,10 @@ def scenes_shown(blobs: list[Blob] | None) -> tuple[Scene, ...]:
     return tuple(found)
 
 
-def _judge(blobs: list[Blob] | None, scene: Scene) -> Verdict:
-    """Facts that the scene requires, each with its credit; the best assignment of blobs to things counts.
+def judge(blobs: list[Blob] | None, scene: Scene) -> Verdict:
+    """The verdict on a picture with these blobs (`find_blobs`).
+
+    Facts that the scene requires, each with its credit; the best assignment of blobs to things counts.
 
     For each thing: its shape (half for a blob that only resembles it) and, where named, its colour; for a
     relation two facts' worth, for a thing left out or too much a share of one fact.
@@ -344,7 +346,7 @@ def verify_batch(images: np.ndarray, scenes: Sequence[Scene]) -> list[Verdict]:
         raise ValueError(f"{len(images)} images but {len(scenes)} scenes")
     if not len(scenes):
         return []
-    return [_judge(blobs, scene) for blobs, scene in zip(find_blobs(images), scenes, strict=True)]
+    return [judge(blobs, scene) for blobs, scene in zip(find_blobs(images), scenes, strict=True)]
 
 
 def verify(image: np.ndarray, scene: Scene) -> Verdict:
