@@ -55,28 +55,21 @@ class RewardStage(Stage):
 
     def prepare(self, folder: Path) -> None:
         """Paints what is not painted yet, reads all pictures, and takes the figures of the CLIP to start from."""
-        start = folder / "start"
-        if (
-            not start.is_dir()
-        ):  # `export` replaces `reward_clip`; an interrupted stage still starts from the same
-            with write_folder_atomic(start) as copy:
+        # `export` replaces `reward_clip`; an interrupted stage must still start from what it started from.
+        self.start = folder / "start"
+        if not self.start.is_dir():
+            with write_folder_atomic(self.start) as copy:
                 shutil.copytree(self.assets / "reward_clip", copy, dirs_exist_ok=True)
-        load_parameters(self.model, read_weights(start), str(start))
+        load_parameters(self.model, read_weights(self.start), str(self.start))
         recipe, pipeline = self.recipe, FluxPipeline(self.assets)
         painter = Painter(pipeline, self.seed)
         _, prompts, scenes = sample_batch(self.seed, _FIRST_PROMPT, recipe.prompts)
-        by_way = painter.paint_set(
-            folder / "painted",
-            "train",
-            prompts,
-            {ROLLOUT: recipe.rollout_images, EVALUATION: recipe.evaluation_images},
-        )
-        images = np.concatenate(list(by_way.values()), axis=1)
-        painted = _with_altered(images, scenes, self.seed, "painted")
-        single = self._singles(pipeline)
-        self.batches = JudgeBatches(painted, prompts, single, recipe, self.seed)
+        counts = {ROLLOUT: recipe.rollout_images, EVALUATION: recipe.evaluation_images}
+        by_way = painter.paint_set(folder / "painted", "train", prompts, counts)
+        painted = _with_altered(np.concatenate(list(by_way.values()), axis=1), scenes, self.seed, "painted")
+        self.batches = JudgeBatches(painted, prompts, self._singles(pipeline), recipe, self.seed)
         self.held_out = self._paint_held_out(painter, folder / "painted")
-        self.before = self._figures(start)
+        self.before = self._figures(self.start)
 
     def _singles(self, pipeline: FluxPipeline) -> Pictures:
         """Renders, what the autoencoder makes of them, and an altered copy of each."""
@@ -104,7 +97,9 @@ class RewardStage(Stage):
         return to_pixels(batch.images), self.tokenizer(batch.captions), target, weight
 
     def export(self, folder: Path) -> dict:
-        save_model(self.model, folder / "reward_clip", dtype=SHIPPED_DTYPE)
+        with write_folder_atomic(folder / "reward_clip") as new:
+            shutil.copytree(self.start, new, dirs_exist_ok=True)
+            save_model(self.model, new, dtype=SHIPPED_DTYPE)
         after = self._figures(folder / "reward_clip")
         return {"before": self.before, "after": after}
 
