@@ -3,8 +3,8 @@
 # On Ascend start from an image that has CANN and MindSpore 2.9 for it, and install this package there.
 FROM python:3.11-slim
 
-# What MindSpore's wheel needs beside Python: OpenMP.
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
+# What MindSpore's wheel needs beside Python: OpenMP; and a compiler for the fused CPU kernels.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libgomp1 && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /work
 COPY setup.py MANIFEST.in README.md LICENSE ./

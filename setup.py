@@ -46,5 +46,5 @@ setup(
     # configs/ lies at the top of the checkout, where people look for it, and in the package once installed.
     packages=[*find_packages(include=["dancegrpo", "dancegrpo.*"]), "dancegrpo.configs"],
     package_dir={"dancegrpo.configs": "configs"},
-    package_data={"dancegrpo": ["assets/**/*"], "dancegrpo.configs": ["*.yaml"]},
+    package_data={"dancegrpo": ["assets/**/*", "ops/cpu/kernels.cc"], "dancegrpo.configs": ["*.yaml"]},
 )

@@ -88,8 +88,14 @@ def test_override_values():
         ),
         ("train.updates_per_rollout=5", "nearest valid train.updates_per_rollout: 3 or 9"),
         ("train.timestep_fraction=0.1", "less than one step; use at least 0.2"),
+        (
+            "train.timestep_selection=random",
+            "sampler.stochastic: trained needs train.timestep_selection: first",
+        ),
         ("parallel.tensor=2", "not supported yet"),
-        ("reward.terms=[]", "a list of at least one"),
+        ("reward.terms=[]", "must not be empty"),
+        ("reward.terms=clip_score", "is 'clip_score' (a text), but must be a list of at least one"),
+        ("train.clip_range=2", "must be below 1, got 2; to give it in standard deviations"),
         ("reward.terms=[{weight: 1}]", "reward.terms.0 has no name"),
         ("reward.terms=[{name: a, label: a/b}]", "a label holds no slash"),
         ("reward.terms.3.weight=1", "INDEX below 1"),
@@ -102,6 +108,8 @@ def test_bad_override_is_named(override, message):
         "sampler.num_steps=6",
         "train.timestep_fraction=0.6",
         "train.updates_per_rollout=1",
+        "train.clip_unit=absolute",
+        "train.clip_range=0.01",
         override,
     ]
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
@@ -126,6 +134,18 @@ def test_bad_file_is_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_config(file)
     assert str(caught.value).startswith(str(file))
+
+
+def test_counts_that_do_not_fit_are_blamed_on_who_set_them(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {candidates: 7}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["train.iterations=3"])
+    assert str(caught.value).startswith(f"{file}: data.prompts_per_iteration * train.candidates")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["train.micro_batch=9"])
+    assert str(caught.value).startswith(f"--set train.micro_batch=9 with {file}: ")
+    assert load_config(None, ["train.clip_range=2", "train.clip_unit=spread"]).train.clip_range == 2
 
 
 def test_missing_file_names_the_shipped_ones():

@@ -185,3 +185,21 @@ def test_ode_rollout():
     )
     assert_near(stacked(chain.latents), case["out_all_latents"], 2e-5)
     assert chain.log_probs == ()
+
+
+def test_steps_after_the_stochastic_ones_are_deterministic():
+    """The first steps as in the full chain, to the bit; from there on the ODE, whatever the noise is."""
+    case = golden("C_traj_dance_sde_float_t")
+    sde = make_transition("dance_sde", eta=float(case["hp_noise_level"]))
+    full = toy_sampler(case, sde, case["hp_timesteps"])
+    whole = full.sample(case["in_latents0"], (), case["in_noise"], keep=True)
+    mixed = Sampler(full.policy_step, full.schedule, full.batch, stochastic_steps=3)
+    chain = mixed.sample(case["in_latents0"], (), case["in_noise"][:3], keep=True)
+    for step in range(4):
+        assert np.array_equal(chain.latents[step].asnumpy(), whole.latents[step].asnumpy())
+    assert np.array_equal(chain.log_probs[2].asnumpy(), whole.log_probs[2].asnumpy())
+    assert np.isnan(chain.log_probs[3].asnumpy()).all()
+    schedule = Schedule(full.schedule.sigmas[3:], full.schedule.timesteps[3:])
+    ode = Sampler(PolicyStep(full.policy_step.denoiser, make_transition("ode")), schedule, full.batch)
+    rest = ode.sample(chain.latents[3].asnumpy(), (), keep=True)
+    assert np.array_equal(rest.latents[-1].asnumpy(), chain.latents[-1].asnumpy())

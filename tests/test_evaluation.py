@@ -10,8 +10,16 @@ from mindspore import nn
 from dancegrpo.config import ConfigError, load_config
 from dancegrpo.data import PromptSet
 from dancegrpo.data.shapes_world import IMAGE_SIZE, render, scene_of
-from dancegrpo.evaluation.evaluate import Evaluator, balanced_requests, diversity_of, results
-from dancegrpo.evaluation.statistics import accuracy_table, difference_table, paired_difference, wilson
+from dancegrpo.evaluation import report
+from dancegrpo.evaluation.diversity import diversity_of
+from dancegrpo.evaluation.evaluate import Evaluator, balanced_requests, check_rewards, results
+from dancegrpo.evaluation.statistics import (
+    accuracy_table,
+    difference_table,
+    paired_difference,
+    paired_mean_difference,
+    wilson,
+)
 from dancegrpo.models import load_model, load_tokenizer, save_model
 from dancegrpo.models.clip import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 from dancegrpo.models.tokenizers import save_word_tokenizer
@@ -24,9 +32,13 @@ from dancegrpo.pipelines.generate import (
     requests_for,
     write_images,
 )
-from dancegrpo.rewards import ClipScoreReward, LabelledReward, RewardSet
+from dancegrpo.rewards import ClipScoreReward, LabelledReward, RewardSet, ShapesRuleReward, registry
+from dancegrpo.rl.final_evaluation import evaluate_finished
+from dancegrpo.rl.launch import needs_evaluation
 from dancegrpo.runtime import probes
+from dancegrpo.runtime.files import write_folder_atomic
 from dancegrpo.runtime.pixels import to_uint8
+from dancegrpo.runtime.runlog import RunFolder
 from dancegrpo.runtime.setup import setup_runtime
 
 PROMPTS = ("a red circle", "a green square", "a circle and a square", "a star and a cross")
@@ -71,6 +83,17 @@ def test_paired_difference_turns_with_its_arguments_and_covers_equal_models():
     assert same.low < 0 < same.high  # n is finite: equal verdicts do not prove equal models
 
 
+def test_mean_difference_is_paired():
+    # Student's sleep data (Biometrika 6, 1908, p. 20): t = -4.0621 with 9 degrees of freedom, and the 95% interval
+    # that R's t.test(extra ~ group, paired = TRUE) gives.
+    first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+    interval = paired_mean_difference([*first, np.nan], [*second, 1.0])
+    assert (interval.value, interval.n) == (pytest.approx(-1.58), 10)
+    assert (interval.low, interval.high) == pytest.approx((-2.4598858, -0.7001142), abs=1e-6)
+    assert paired_mean_difference([1.0], [2.0]) is None
+
+
 def test_tables_count_overall_and_by_category():
     table = accuracy_table([True, False, True, True], CATEGORIES)
     assert {name: (interval.value, interval.n) for name, interval in table.items()} == {
@@ -97,6 +120,11 @@ def test_diversity_counts_accepted_images_of_prompts_with_two():
     assert (diversity.accepted, diversity.accepted_prompts) == (pytest.approx(0.5), 2)  # (0 + 1) / 2
     assert diversity.all == pytest.approx((0 + 4 / 3 + 4 / 3) / 3)
     assert diversity_of(same[None], np.zeros((1, 3), bool)).accepted is None
+    # Compared over the prompts that have right images in both, so that the three numbers of a row fit together.
+    other = diversity_of(np.stack([apart, apart, apart]), np.ones((3, 3), bool))
+    row = diversity.difference(other)["accepted"]
+    assert (row["mean"], row["compare_mean"], row["n"]) == (pytest.approx(0.5), pytest.approx(4 / 3), 2)
+    assert row["value"] == pytest.approx(0.5 - 4 / 3)
 
 
 class _Painter(nn.Cell):
@@ -114,7 +142,7 @@ class _Frame(nn.Cell):
 class FakePipeline:
     """Draws its prompt's scene, or for prompts in `wrong` an empty picture."""
 
-    latent_shape = (3, IMAGE_SIZE, IMAGE_SIZE)
+    latent_shape, image_size = (3, IMAGE_SIZE, IMAGE_SIZE), (IMAGE_SIZE, IMAGE_SIZE)
 
     def __init__(self, wrong=()):
         self.wrong, self.denoiser, self._frame = wrong, _Painter(), _Frame()
@@ -122,7 +150,7 @@ class FakePipeline:
     def encode_prompts(self, prompts):
         pictures = [
             np.full((IMAGE_SIZE, IMAGE_SIZE, 3), 240, np.uint8)
-            if prompt in self.wrong
+            if prompt in self.wrong or scene_of(prompt) is None
             else render(scene_of(prompt), np.random.default_rng(len(prompt)))
             for prompt in prompts
         ]
@@ -198,10 +226,54 @@ def test_evaluation_judges_compares_and_compiles_once(clip_folder):
     json.dumps(table)
 
 
-def test_evaluation_refuses_other_prompts(clip_folder):
-    config = load_config()
-    with pytest.raises(ConfigError, match="'a cat' is no caption of the shapes world"):
-        Evaluator(config, PromptSet(("a red circle", "a cat"), ({}, {})), clip_folder)
+def _brightness(images, prompts, metadata):
+    return images.mean(axis=(1, 2, 3)) / 255
+
+
+def test_prompts_that_nothing_can_judge_have_rewards_and_diversity(clip_folder, monkeypatch):
+    monkeypatch.setitem(registry._REGISTERED, "brightness", _brightness)
+    terms = "reward.terms=[{name: brightness, label: light}]"
+    config = load_config(None, ["evaluation.images=8", "evaluation.num_steps=2", "evaluation.batch=6", terms])
+    mixed = Evaluator(config, PromptSet(("a red circle", "a cat"), ({}, {})), clip_folder)
+    before, after = mixed.evaluate(FakePipeline(("a red circle",))), mixed.evaluate(FakePipeline())
+    table = results(config, "after", after, "before", before)
+    assert not {"accuracy", "agreement", "difference"} & set(table) and set(table["reward"]) == {"light"}
+    assert table["reward_difference"]["light"]["high"] < 0 < table["reward_difference"]["light"]["n"] == 8
+    for text in (report.format_comparison(table, "before", "after"), report.format_results(table)):
+        assert "light" in text and "'a cat' is no caption of the shapes world" in text
+    json.dumps(table, allow_nan=False)
+    # A reward that refuses the prompts is found before anything is trained or sampled.
+    with pytest.raises(ConfigError, match=r"evaluation.prompts .*'a cat'.*evaluation.after_training=false"):
+        check_rewards(RewardSet([LabelledReward("rule", ShapesRuleReward())]), mixed.prompts)
+
+
+def test_finished_run_is_evaluated_once(clip_folder, monkeypatch, tmp_path):
+    """evaluation.json holds what evaluate.py --compare would, the summary its short form; a longer run starts anew."""
+    overrides = ["evaluation.images=8", "evaluation.num_steps=2", "evaluation.batch=6", "train.iterations=1"]
+    config = load_config(None, overrides)
+    prompts = PromptSet(PROMPTS, tuple({"category": c} for c in CATEGORIES))
+    models = {"small-flux": FakePipeline(("a green square", "a circle and a square"))}
+    last = str(tmp_path / "run" / "checkpoints" / "iteration_000001")
+    models[last] = FakePipeline(("a green square",))
+    monkeypatch.setattr(report, "load_pipeline", lambda path, *_: models[path])
+    monkeypatch.setattr(report, "Evaluator", lambda *args: Evaluator(*args, clip_folder))
+    with RunFolder(tmp_path / "run", config) as run:
+        with write_folder_atomic(run.checkpoint(1)) as folder:
+            (folder / "model_index.json").write_text("{}")
+        run.write_summary({"iterations": 1})
+        assert needs_evaluation(config, run)
+        text = evaluate_finished(config, run, prompts)
+        assert not needs_evaluation(config, run)
+    row = next(line.split() for line in text.splitlines() if line.startswith("accuracy, overall"))
+    assert row[2:5] == ["50.0%", "75.0%", "+25.0"] and row[-2:] == ["8", "images"]
+    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert (saved["checkpoint"], saved["compare"]["checkpoint"]) == (last, "small-flux")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["iterations"] == 1
+    assert summary["evaluation"]["accuracy"]["difference"] == saved["difference"]["overall"]
+    longer = load_config(None, [*overrides, "train.iterations=2"])
+    with RunFolder(tmp_path / "run", longer, resume=True) as run:
+        assert not run.finished and needs_evaluation(longer, run)
 
 
 class _Noisy(nn.Cell):

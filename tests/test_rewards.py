@@ -189,7 +189,10 @@ def test_cell_and_function_from_config_alone(monkeypatch):
         ("{name: 'examples/no_such.py:Reward'}", "no file examples/no_such.py"),
         ("{name: 'no_such_module:Reward'}", "cannot be imported"),
         ("{name: 'pathlib:Path'}", "derives neither from RewardFunction nor from RewardCell"),
-        ("{name: 'examples/custom_reward.py:RednessReward', sclae: 2.0}", "it takes scale"),
+        (
+            "{name: 'examples/custom_reward.py:RednessReward', sclae: 2.0}",
+            "takes scale, beside .*weight and label",
+        ),
         ("{name: 'examples/custom_reward.py:jpeg_size', size: 2}", "it takes quality"),
         ("{name: shapes_rule, mode: strict}", "correct, mixed, score"),
         ("{name: shapes_rule, label: runs/a}", "runs/a"),
@@ -203,7 +206,7 @@ def test_bad_terms_are_refused_with_the_choices(term, message, monkeypatch):
 
 
 def test_repeated_label_is_refused():
-    with pytest.raises(ConfigError, match="ShapesRuleReward labels more than one term"):
+    with pytest.raises(ConfigError, match=r"0 \(shapes_rule\) and 1 \(shapes_rule\) .* by the key label"):
         build_reward_set(_terms("[{name: shapes_rule}, {name: shapes_rule, mode: correct}]"))
 
 

@@ -16,6 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from dancegrpo.diffusion import PolicyStep, Sampler, Schedule, make_transition  # noqa: E402
 from dancegrpo.rl.advantages import group_advantages, shuffle_in_groups  # noqa: E402
+from dancegrpo.rl.clipping import ClipRange  # noqa: E402
 from dancegrpo.rl.ema import DECAYS, ema_update, make_decay  # noqa: E402
 from dancegrpo.rl.objectives import (  # noqa: E402
     clipped_surrogate,
@@ -110,7 +111,9 @@ def test_symmetric_clipped_surrogate():
         assert_near(loss, case["out_loss"][k], 1e-5)
         assert_near(grad, case["out_grad_log_prob_new"][k], 5e-5)
         assert np.array_equal(grad.asnumpy() == 0, case["out_grad_log_prob_new"][k] == 0)
-        _, ratio, clipped = make_objective("clipped_surrogate", clip_low=clip)(new, old, advantages)
+        ends = (Tensor(end, ms.float32) for end in ClipRange(clip).bounds())
+        same, ratio, clipped = make_objective("clipped_surrogate")(new, old, advantages, *ends)
+        assert np.array_equal(same.mean().asnumpy() / np.float32(divisor), loss.asnumpy())
         assert_near(ratio, case["out_ratio"][k], 1e-5)
         assert_near(clipped.mean(), case["out_clip_fraction"][k], 1e-5)
 
@@ -217,20 +220,20 @@ def test_loss_scale():
 
 def test_selected_transitions():
     images, steps, per_image = 20, 8, 4
-    chosen = select_transitions(images, steps, per_image, seed=3, iteration=5)
+    chosen = select_transitions(images, steps - 1, per_image, seed=3, iteration=5)
     assert chosen.shape == (images * per_image, 2)
     pairs = {tuple(pair) for pair in chosen.tolist()}
     assert len(pairs) == len(chosen)  # none twice
     assert np.array_equal(np.bincount(chosen[:, 0]), np.full(images, per_image))
     assert set(chosen[:, 1]) == set(range(steps - 1))  # every step but the last
-    assert np.array_equal(chosen, select_transitions(images, steps, per_image, seed=3, iteration=5))
+    assert np.array_equal(chosen, select_transitions(images, steps - 1, per_image, seed=3, iteration=5))
     for seed, iteration in ((4, 5), (3, 6)):
-        assert not np.array_equal(chosen, select_transitions(images, steps, per_image, seed, iteration))
+        assert not np.array_equal(chosen, select_transitions(images, steps - 1, per_image, seed, iteration))
     # A candidate's steps do not depend on how many others there are.
-    few = select_transitions(2, steps, per_image, seed=3, iteration=5)
+    few = select_transitions(2, steps - 1, per_image, seed=3, iteration=5)
     assert {tuple(pair) for pair in few.tolist()} <= pairs
     # "first" trains the noisiest steps of every image.
-    first = select_transitions(images, steps, per_image, seed=3, iteration=5, selection="first")
+    first = select_transitions(images, steps - 1, per_image, seed=3, iteration=5, selection="first")
     assert sorted(map(tuple, first.tolist())) == [(i, k) for i in range(images) for k in range(per_image)]
 
 
@@ -274,12 +277,12 @@ def test_policy_update_end_to_end():
         beta2=float(case["hp_betas"][1]),
         adam_epsilon=float(case["hp_adam_eps"]),
         max_grad_norm=float(case["hp_max_grad_norm"]),
+        clip_range=(clip := float(case["hp_clip_range"])),
     )
-    clip = float(case["hp_clip_range"])
     updater = PolicyUpdater(
         step,
         policy.trainable_params(),
-        make_objective("clipped_surrogate", clip_low=clip),
+        make_objective("clipped_surrogate"),
         config,
         images * (steps - 1),
     )

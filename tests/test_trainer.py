@@ -26,6 +26,7 @@ from dancegrpo.diffusion import PolicyStep, Sampler, make_schedule, make_transit
 from dancegrpo.pipelines import Pipeline  # noqa: E402
 from dancegrpo.rewards import FunctionReward, LabelledReward, RewardSet  # noqa: E402
 from dancegrpo.rl import Trainer, open_run  # noqa: E402
+from dancegrpo.rl.clipping import ClipRange, clip_verdict  # noqa: E402
 from dancegrpo.rl.guard import NotFinite, RatioCheck  # noqa: E402
 from dancegrpo.rl.objectives import make_objective  # noqa: E402
 from dancegrpo.rl.run_state import CheckpointError, find_resume_point, load_run_state  # noqa: E402
@@ -36,7 +37,8 @@ from dancegrpo.runtime.signals import Terminated  # noqa: E402
 PROMPTS = PromptSet(tuple(f"prompt {i}" for i in range(5)), tuple({"index": i} for i in range(5)))
 KEYS = {
     "iteration", "images", "reward/redness/mean", "reward/redness/group_std",
-    "ratio/first_max_deviation", "ratio/mean", "ratio/clip_fraction", "loss/policy", "loss/kl",
+    "ratio/first_max_deviation", "ratio/mean", "ratio/spread", "ratio/clip_range", "ratio/clip_fraction",
+    "loss/policy", "loss/kl",
     "grad/norm", "lr", "skipped", "time/rollout", "time/score", "time/update",
     "memory/peak_rss_mb", "graph/compilations",
 }  # fmt: skip
@@ -163,6 +165,8 @@ def test_learns_within_its_contract(tmp_path):
     assert np.mean(means[-4:]) > np.mean(means[:4]) + 0.1
     assert {row["ratio/first_max_deviation"] for row in rows} == {0.0}
     assert max(abs(row["ratio/mean"] - 1) for row in rows) > 0  # the second update is off-policy
+    assert min(row["ratio/spread"] for row in rows) > 0
+    assert {row["ratio/clip_range"] for row in rows} == {0.02}
     assert len({row["graph/compilations"] for row in rows}) == 1
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["iteration_000012", "iteration_000016"]
@@ -173,12 +177,33 @@ def test_learns_within_its_contract(tmp_path):
     assert summary["checkpoint"] == "checkpoints/iteration_000016" and summary["images"] == 256
 
 
+def test_a_run_says_what_its_clip_range_did(tmp_path):
+    config = config_of(2, updates_per_rollout=2, clip_range=1.0, clip_unit="spread")
+    summary, rows = train(tmp_path / "run", config)
+    # The first rollout is measured, the second is clipped by what it showed.
+    assert [row["ratio/clip_range"] for row in rows] == [None, rows[0]["ratio/spread"]]
+    assert rows[0]["ratio/clip_fraction"] == 0 < rows[1]["ratio/clip_fraction"] < 0.45
+    assert summary["clipping"] is None
+
+    def words(fraction, **settings):
+        changed = [row | {"ratio/clip_fraction": fraction, "ratio/clip_range": 0.01} for row in rows]
+        return clip_verdict(changed, config_of(2, **{"updates_per_rollout": 2} | settings).train)
+
+    assert "(0.01) never bound in 2 iterations: the ratio's spread" in words(0.0, clip_range=0.01)
+    assert "bound nearly everywhere: 96% of the transitions after the first" in words(0.48, clip_range=0.01)
+    assert words(0.4) is None  # of all updates; the first of the two never counts
+    assert "never used" in words(0.0, updates_per_rollout=1)
+
+
 def test_resumes_to_the_same_bytes(tmp_path):
     config = config_of(
         4, output={"checkpoint_every": 2, "keep_last": 0, "sample_every": 2}, updates_per_rollout=2,
         ema_decay=0.9, lr_schedule="cosine", warmup_iterations=1, kl_weight=0.1,
+        clip_unit="spread", clip_range=1.0,
     )  # fmt: skip
     _, straight = train(tmp_path / "straight", config)
+    assert len({row["ratio/clip_range"] for row in straight}) == 4  # follows what is measured
+    assert len({row["graph/compilations"] for row in straight}) == 1
 
     calls = []
 
@@ -291,7 +316,9 @@ class TinyTrajectory:
             1, [""] * images, [{}] * images, 1, tuple(conditions), schedule, latents, log_probs, None
         )
         self.advantages = rng.standard_normal(images).astype(np.float32)
-        self.chosen = select_transitions(images, steps, steps - 1, seed=0, iteration=1).reshape(-1, batch, 2)
+        self.chosen = select_transitions(images, steps - 1, steps - 1, seed=0, iteration=1).reshape(
+            -1, batch, 2
+        )
 
     def means(self, batch):
         """Means under the current weights, by the graph of the rollout."""
@@ -301,8 +328,8 @@ class TinyTrajectory:
     def updater(self, **train):
         settings = {"clip_range": 0.02, "learning_rate": 1e-2} | train
         config = dataclasses.replace(Config(), train=dataclasses.replace(Config().train, **settings))
-        objective = make_objective("clipped_surrogate", clip_low=0.02)
         parameters = self.step.denoiser.trainable_params()
+        objective = make_objective("clipped_surrogate")
         return PolicyUpdater(self.step, parameters, objective, config, self.chosen.size // 2)
 
 
@@ -395,6 +422,17 @@ def test_refuses_what_cannot_train(tmp_path):
     with pytest.raises(ConfigError, match="deterministic"):
         train(tmp_path / "run", ode)
     assert not (tmp_path / "run").exists()  # a mistake in the config leaves nothing in the way
+    train(tmp_path / "run", config_of(1))
+    model = dataclasses.replace(config.model, checkpoint=str(tmp_path / "run" / "checkpoints"))
+    with pytest.raises(ConfigError, match="--overwrite would replace the run that holds the model"):
+        open_run(tmp_path / "run", dataclasses.replace(config, model=model), overwrite=True).__enter__()
+    assert (tmp_path / "run" / "summary.json").exists()
     with pytest.raises(ConfigError, match="numerical noise"):
-        RatioCheck(1e-4).look(2e-4)
+        RatioCheck(ClipRange(1e-4)).look(2e-4)
+    measured = ClipRange(2.0, "spread")
+    check = RatioCheck(measured)
+    check.look(2e-4)  # nothing is clipped yet
+    measured.observe(5e-5)
+    with pytest.raises(ConfigError, match="2 spreads = 0.0001 lies below the numerical noise"):
+        check.look(2e-4)
     assert ms.get_context("mode") == ms.GRAPH_MODE

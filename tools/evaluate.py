@@ -5,7 +5,8 @@
     python tools/evaluate.py --checkpoint runs/first --prompts shapes/validation --images 240 --json tune.json
 
 Sampler, prompts and noise are fixed; the difference to another model is paired, image by image. To choose
-settings use shapes/validation: what was looked at while tuning is no evidence any more.
+settings use shapes/validation: what was looked at while tuning is no evidence any more. Prompts that are no captions
+of the shapes world get rewards and diversity, but no verdicts.
 """
 
 from __future__ import annotations
@@ -19,21 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from dancegrpo.config import load_config
 from dancegrpo.runtime.checkpoints import config_of
-from dancegrpo.runtime.cli import common_options, run_cli
+from dancegrpo.runtime.cli import checkpoint_options, common_options, run_cli
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[common_options()],
+        parents=[checkpoint_options(), common_options()],
     )
     add = parser.add_argument
     add("--json", metavar="FILE", required=True, help="file for the results")
-    add(
-        "--checkpoint", metavar="PATH", help="run, checkpoint or diffusers folder (default: model.checkpoint)"
-    )
-    add("--weights", choices=("raw", "ema"), help="weights of a run (default: ema if it kept an average)")
     add("--compare", metavar="PATH", help="also evaluate this model, and report checkpoint minus this")
     add("--prompts", metavar="LIST", help="evaluation.prompts, for example shapes/validation")
     add("--images", metavar="N", type=int, help="evaluation.images, spread evenly over the categories")
@@ -49,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dancegrpo.runtime.setup import setup_runtime
 
     setup_runtime(config.precision.compute, compile_cache=config.output.compile_cache)
-    from dancegrpo.evaluation.report import evaluate_checkpoints, format_results
+    from dancegrpo.evaluation.report import evaluate_checkpoints, format_comparison, format_results
 
     results = evaluate_checkpoints(
         config, args.json, checkpoint=args.checkpoint, weights=args.weights, compare=args.compare
     )
-    print(format_results(results))
+    print(format_comparison(results, "compare", "checkpoint") if args.compare else format_results(results))
     print(f"written to {args.json}")
 
 

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from dancegrpo.config import load_config
 from dancegrpo.runtime.checkpoints import config_of
-from dancegrpo.runtime.cli import common_options, run_cli
+from dancegrpo.runtime.cli import checkpoint_options, common_options, run_cli
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[common_options()],
+        parents=[checkpoint_options(), common_options()],
     )
     add = parser.add_argument
     add("stdin", nargs="?", choices=("-",), help="read prompts from standard input, one a line")
@@ -42,10 +42,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=8,
         help="images per graph call: memory and time (default: 8)",
     )
-    add(
-        "--checkpoint", metavar="PATH", help="run, checkpoint or diffusers folder (default: model.checkpoint)"
-    )
-    add("--weights", choices=("raw", "ema"), help="weights of a run (default: ema if it kept an average)")
     return parser.parse_args(arguments)
 
 

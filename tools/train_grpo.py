@@ -5,19 +5,22 @@
     python tools/train_grpo.py --output runs/mine --set data.prompts=mine.txt train.iterations=50
 
 Writes checkpoints, metrics.jsonl, TensorBoard events, sample grids and report.png into the output folder. The
-same command writes the same weights; Ctrl-C saves, and --resume continues to the same weights.
+same command writes the same weights; Ctrl-C saves, and --resume continues to the same weights. At the end the model is
+compared with the one that it started from, on prompts that it was not trained on (evaluation.after_training).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from dancegrpo.config import Config, counts_table, load_config
+from dancegrpo.config import Config, ConfigError, ReportedError, counts_table, load_config
+from dancegrpo.runtime.checkpoints import config_of as run_config
 from dancegrpo.runtime.cli import common_options, run_cli
 
 
@@ -47,30 +50,43 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def config_of(args: argparse.Namespace) -> Config:
     """The config given, else that of the run to resume or to start from, else the default."""
-    runs = [args.output] if args.resume is not False else []
-    runs += [args.checkpoint] if args.checkpoint else []
-    known = [Path(run, "config.yaml") for run in runs if Path(run, "config.yaml").is_file()]
+    known = run_config(args.output) if args.resume is not False else None
     overrides = list(args.set)
     overrides += [f"train.seed={args.seed}"] if args.seed is not None else []
     overrides += [f"model.checkpoint={args.checkpoint}"] if args.checkpoint else []
-    return load_config(args.config or (known[0] if known else None), overrides)
+    return load_config(args.config or known or run_config(args.checkpoint), overrides)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     config = config_of(args)
-    from dancegrpo.rl.launch import build_trainer, open_run
+    from dancegrpo.rl.launch import build_trainer, evaluate_run, load_inputs, needs_evaluation, open_run
 
     with open_run(args.output, config, resume=args.resume, overwrite=args.overwrite) as folder:
-        if folder.start >= config.train.iterations and (folder.path / "summary.json").exists():
-            print(f"{args.output}: nothing to do, all {folder.start} iterations are done")
+        if folder.finished:
+            print(f"{args.output}: nothing to train, all {folder.start} iterations are done")
+            if needs_evaluation(config, folder):
+                print(evaluate_run(config, folder))
             return
+        inputs = load_inputs(config)
         print(counts_table(config))
         begin = f"continuing after iteration {folder.start}" if folder.start else "starting"
         print(
             f"\n{begin}: {config.model.checkpoint} on {config.data.prompts}, into {args.output}", flush=True
         )
-        summary = build_trainer(config, folder).train()
+        show_summary(args.output, build_trainer(config, folder, inputs).train())
+        if needs_evaluation(config, folder):
+            try:
+                print(evaluate_run(config, folder, inputs))
+            except (ConfigError, ReportedError) as error:
+                print(
+                    f"warning: the run is complete, but its evaluation failed: {error}; --resume makes it, with "
+                    "another evaluation.prompts if those are at fault",
+                    file=sys.stderr,
+                )
+
+
+def show_summary(output: str, summary: Mapping[str, Any]) -> None:
     rewards = ", ".join(
         f"{label} {_number(values['first'])} to {_number(values['last'])}"
         for label, values in summary["reward"].items()
@@ -79,13 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"\n{summary['iterations']} iterations, {summary['images']} images in {summary['seconds']:.0f} s; "
         f"mean reward, first to last iteration: {rewards}"
     )
+    if summary["clipping"]:
+        print(summary["clipping"])
     for name, what in (
         (summary["checkpoint"], "the trained model"),
         ("report.png", "before, after and curves"),
         ("samples/", "the same prompts over time"),
         ("metrics.jsonl", "every number"),
     ):
-        print(f"  {args.output}/{name}: {what}")
+        print(f"  {output}/{name}: {what}")
 
 
 def _number(value: float | None) -> str:

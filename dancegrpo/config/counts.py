@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dancegrpo.config.errors import ConfigError
@@ -17,6 +18,7 @@ class Counts:
     candidates: int
     images: int
     steps: int
+    stochastic_steps: int
     trained_per_image: int
     transitions: int
     updates: int
@@ -39,6 +41,7 @@ def derive_counts(config: Config) -> Counts:
         candidates=train.candidates,
         images=images,
         steps=config.sampler.num_steps,
+        stochastic_steps=trained if config.sampler.stochastic == "trained" else config.sampler.num_steps,
         trained_per_image=trained,
         transitions=transitions,
         updates=train.updates_per_rollout,
@@ -48,18 +51,38 @@ def derive_counts(config: Config) -> Counts:
     )
 
 
-def check_counts(config: Config, origin: str = "config") -> None:
-    """Refuses counts that do not divide, with the nearest values that do."""
+def check_counts(config: Config, file: str = "config", overrides: Mapping[str, str] | None = None) -> None:
+    """Refuses values that do not fit each other, counts that do not divide with the nearest values that do.
+
+    Args:
+        config: each value is valid by itself.
+        file: what messages call the file.
+        overrides: key -> the override that set it, such as ``{"train.candidates": "--set train.candidates=7"}``;
+            messages name those of the keys at fault, and the file for the others.
+    """
     counts, train = derive_counts(config), config.train
+
+    def origin(*keys: str) -> str:
+        given = [overrides[key] for key in keys if key in (overrides or {})]
+        return " with ".join(given + ([file] if len(given) < len(keys) else []))
+
+    images = ("data.prompts_per_iteration", "train.candidates", "train.micro_batch")
+    steps = ("sampler.num_steps", "train.timestep_fraction")
     if counts.trained_per_image < 1:
         smallest = math.ceil(1e4 / (counts.steps - 1)) / 1e4
         raise ConfigError(
-            f"{origin}: train.timestep_fraction {train.timestep_fraction} of {counts.steps - 1} trainable "
+            f"{origin(*steps)}: train.timestep_fraction {train.timestep_fraction} of {counts.steps - 1} trainable "
             f"steps (sampler.num_steps - 1) is less than one step; use at least {smallest}"
+        )
+    if config.sampler.stochastic == "trained" and train.timestep_selection != "first":
+        raise ConfigError(
+            f"{origin('sampler.stochastic', 'train.timestep_selection')}: sampler.stochastic: trained needs "
+            f"train.timestep_selection: first, not {train.timestep_selection}: other selections train other steps "
+            "for each image"
         )
     if counts.images % train.micro_batch:
         raise ConfigError(
-            f"{origin}: data.prompts_per_iteration * train.candidates = {counts.prompts} * "
+            f"{origin(*images)}: data.prompts_per_iteration * train.candidates = {counts.prompts} * "
             f"{counts.candidates} = {counts.images} images do not divide by train.micro_batch = "
             f"{train.micro_batch}; nearest valid train.micro_batch: "
             f"{_nearest(train.micro_batch, _divisors(counts.images))}"
@@ -67,21 +90,24 @@ def check_counts(config: Config, origin: str = "config") -> None:
     if counts.transitions % (train.updates_per_rollout * train.micro_batch):
         calls = counts.transitions // train.micro_batch
         raise ConfigError(
-            f"{origin}: {counts.transitions} trained transitions ({counts.images} images x "
-            f"{counts.trained_per_image} steps) do not divide by train.updates_per_rollout * "
-            f"train.micro_batch = {train.updates_per_rollout} * {train.micro_batch}; nearest valid "
-            f"train.updates_per_rollout: {_nearest(train.updates_per_rollout, _divisors(calls))}"
+            f"{origin(*images, *steps, 'train.updates_per_rollout')}: {counts.transitions} trained transitions "
+            f"({counts.images} images x {counts.trained_per_image} steps) do not divide by "
+            f"train.updates_per_rollout * train.micro_batch = {train.updates_per_rollout} * {train.micro_batch}; "
+            f"nearest valid train.updates_per_rollout: {_nearest(train.updates_per_rollout, _divisors(calls))}"
         )
     if train.warmup_iterations >= max(1, train.iterations):
         raise ConfigError(
-            f"{origin}: train.warmup_iterations must be below train.iterations = {train.iterations}, "
-            f"got {train.warmup_iterations}"
+            f"{origin('train.warmup_iterations', 'train.iterations')}: train.warmup_iterations must be below "
+            f"train.iterations = {train.iterations}, got {train.warmup_iterations}"
         )
-    for key, ranks in (("data", config.parallel.data), ("tensor", config.parallel.tensor)):
+    if train.clip_unit == "absolute" and train.clip_range >= 1:
+        raise ConfigError(
+            f"{origin('train.clip_range', 'train.clip_unit')}: train.clip_range must be below 1, got "
+            f"{train.clip_range:g}; to give it in standard deviations of the ratio set train.clip_unit=spread"
+        )
+    for key, ranks in (("parallel.data", config.parallel.data), ("parallel.tensor", config.parallel.tensor)):
         if ranks != 1:
-            raise ConfigError(
-                f"{origin}: parallel.{key} = {ranks} is not supported yet; the valid choice is 1"
-            )
+            raise ConfigError(f"{origin(key)}: {key} = {ranks} is not supported yet; the valid choice is 1")
 
 
 def counts_table(config: Config) -> str:
@@ -95,7 +121,11 @@ def counts_table(config: Config) -> str:
             c.images,
             f"{c.prompts} x {c.candidates}, in {c.rollout_calls} calls of {train.micro_batch}",
         ),
-        ("denoising steps", c.steps, f"{c.trained_per_image} of them trained per image"),
+        (
+            "denoising steps",
+            c.steps,
+            f"{c.stochastic_steps} of them stochastic, {c.trained_per_image} trained per image",
+        ),
         ("trained transitions", c.transitions, f"{c.images} x {c.trained_per_image}"),
         (
             "updates",

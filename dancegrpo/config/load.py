@@ -57,9 +57,9 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
         ConfigError: one sentence that names the file (or ``--set``), the key and the valid choices.
     """
     file = find_config(path or DEFAULT_CONFIG)
-    overrides = list(overrides)
-    config = load_sections(Config, file, overrides, source=str(path or DEFAULT_CONFIG))
-    check_counts(config, "--set" if overrides else str(path or DEFAULT_CONFIG))
+    overrides, source = list(overrides), str(path or DEFAULT_CONFIG)
+    config = load_sections(Config, file, overrides, source)
+    check_counts(config, source, {text.partition("=")[0].strip(): f"--set {text}" for text in overrides})
     return config
 
 
@@ -230,10 +230,8 @@ def _build(root: type, tree: Mapping[str, Any], source: str, origins: Mapping[st
 
 def _build_terms(value: Any, origin: str) -> tuple[RewardTerm, ...]:
     if not isinstance(value, list) or not value:
-        raise ConfigError(
-            f"{origin}: reward.terms must be a list of at least one {{name, weight, label, ...}}, "
-            f"got {_shown(value)}"
-        )
+        got = "must not be empty, it is" if value == [] else f"is {_shown(value)}, but must be"
+        raise ConfigError(f"{origin}: reward.terms {got} a list of at least one {{name, weight, label, ...}}")
     terms = []
     for index, entry in enumerate(value):
         dotted = f"reward.terms.{index}"

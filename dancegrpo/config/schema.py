@@ -54,6 +54,12 @@ class SamplerConfig:
     num_steps: int = _key(
         6, "denoising steps of a rollout; fewer are faster, more are closer to deployment", minimum=2
     )
+    stochastic: str = _key(
+        "all",
+        "steps that draw noise; trained: only those that are trained, the others are deterministic "
+        "(needs train.timestep_selection: first)",
+        choices=("all", "trained"),
+    )
     shift: float = _key(
         1.0, "timestep shift s in sigma = s u / (1 + (s-1) u); above 1 spends steps on high noise", above=0.0
     )
@@ -142,7 +148,15 @@ class TrainConfig:
     beta2: float = _key(0.999, "decay of AdamW's second moment", above=0.0, below=1.0)
     adam_epsilon: float = _key(1e-8, "AdamW's epsilon", above=0.0)
     max_grad_norm: float = _key(1.0, "gradients are scaled down to this global norm", above=0.0)
-    clip_range: float = _key(1e-4, "the ratio new/old is clipped to 1 +- this", above=0.0, below=1.0)
+    clip_range: float = _key(
+        1e-4, "the ratio new/old is clipped to 1 +- this, in units of clip_unit", above=0.0
+    )
+    clip_unit: str = _key(
+        "absolute",
+        "'absolute': clip_range is the range itself, below 1; 'spread': so many standard deviations of the ratio after "
+        "one update, as earlier rollouts measured them (the first one is not clipped)",
+        choices=("absolute", "spread"),
+    )
     advantage_clip: float = _key(5.0, "advantages are clipped to +- this", above=0.0)
     kl_weight: float = _key(
         0.0, "weight of the KL divergence to the starting model; 0 turns it off", minimum=0.0
@@ -178,6 +192,9 @@ class EvaluationConfig:
         20250, "seed of the evaluation noise; independent of train.seed", minimum=0, maximum=2**63 - 1
     )
     batch: int = _key(60, "images per graph call", minimum=1)
+    after_training: bool = _key(
+        True, "a run ends with this evaluation of the model that it started from and of the one that it made"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from dancegrpo.diffusion.schedules import Schedule
-from dancegrpo.diffusion.transitions import Transition
+from dancegrpo.diffusion.transitions import EulerODE, Transition
 
 
 class PolicyStep(nn.Cell):
@@ -41,7 +41,8 @@ class Chain:
 
     Attributes:
         latents: T+1 tensors (B, ...), from the initial noise; empty unless the trajectory was kept.
-        log_probs: T tensors (B,); empty unless the trajectory was kept and the transition has a density.
+        log_probs: T tensors (B,), not-a-number for deterministic steps; empty unless the trajectory was kept and
+            the transition has a density.
         final: (B, ...) what is decoded: the clean latents that the model predicts in the last step.
     """
 
@@ -60,10 +61,19 @@ class Sampler:
         policy_step: the step; shared with the update graphs.
         schedule: sigmas and timesteps of the chain.
         batch: B, images per call.
+        stochastic_steps: steps after that many take the deterministic Euler step, as in MixGRPO (Li et al.,
+            2025, arXiv 2507.21802): noise there would blur which of the trained steps earned the reward.
+            None: all steps are ``policy_step``.
     """
 
-    def __init__(self, policy_step: PolicyStep, schedule: Schedule, batch: int) -> None:
+    def __init__(
+        self, policy_step: PolicyStep, schedule: Schedule, batch: int, stochastic_steps: int | None = None
+    ) -> None:
         self.policy_step, self.schedule, self.batch = policy_step, schedule, batch
+        self.stochastic_steps = schedule.num_steps if stochastic_steps is None else stochastic_steps
+        self.ode_step = None
+        if self.stochastic_steps < schedule.num_steps:
+            self.ode_step = PolicyStep(policy_step.denoiser, EulerODE())
         self._steps = [
             tuple(Tensor(np.full(batch, value, np.float32)) for value in step)
             for step in zip(schedule.sigmas[:-1], schedule.sigmas[1:], schedule.timesteps, strict=True)
@@ -90,8 +100,10 @@ class Sampler:
         conditions = tuple(Tensor(np.ascontiguousarray(array)) for array in conditions)
         kept, log_probs, final = [latents], [], latents
         for index, step in enumerate(self._steps):
-            drawn = None if noise is None else Tensor(noise[index])
-            latents, _, _, final, log_prob = self.policy_step(latents, *step, drawn, None, *conditions)
+            stochastic = index < self.stochastic_steps
+            drawn = Tensor(noise[index]) if stochastic and noise is not None else None
+            policy_step = self.policy_step if stochastic else self.ode_step
+            latents, _, _, final, log_prob = policy_step(latents, *step, drawn, None, *conditions)
             if keep:
                 kept.append(latents)
                 if self.policy_step.transition.stochastic:

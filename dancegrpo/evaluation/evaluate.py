@@ -2,7 +2,8 @@
 
 16 steps of the Euler ODE, independent noise keyed by the evaluation's seed and the prompt, the same prompts
 for every model, verdicts by `evaluation.verifier`, which is never a reward. Two models are compared pair by
-pair, on the same prompts and noise.
+pair, on the same prompts and noise. Prompts that are no captions of the shapes world have no verdicts: there,
+rewards and diversity are all that is measured.
 """
 
 from __future__ import annotations
@@ -14,52 +15,26 @@ from typing import Any
 import numpy as np
 
 from dancegrpo.config import Config, ConfigError
-from dancegrpo.data import PromptSet
-from dancegrpo.data.shapes_world import Scene, scene_of
+from dancegrpo.data import PromptSet, load_prompts
+from dancegrpo.data.prompts import BUILT_IN
+from dancegrpo.data.shapes_world import IMAGE_SIZE, Scene, scene_of
 from dancegrpo.evaluation import verifier
-from dancegrpo.evaluation.statistics import Interval, accuracy_table, difference_table
+from dancegrpo.evaluation.diversity import DIVERSITY_IMAGES, Diversity, diversity_of
+from dancegrpo.evaluation.statistics import (
+    Interval,
+    accuracy_table,
+    difference_table,
+    paired_mean_difference,
+)
 from dancegrpo.pipelines.base import Pipeline
-from dancegrpo.pipelines.generate import ImageGenerator, ImageRequest
+from dancegrpo.pipelines.generate import ImageBatch, ImageGenerator, ImageRequest
 from dancegrpo.rewards import LabelledReward, RewardSet, ShapesRuleReward, build_reward, shapes_verifier
 from dancegrpo.rewards.base import class_name
 from dancegrpo.rewards.clip_score import SHIPPED, ClipImageFeatures, ClipScoreReward
 from dancegrpo.runtime.pixels import to_uint8
 
-DIVERSITY_PROMPTS_PER_CATEGORY = 4
-DIVERSITY_IMAGES = 10
-
-
-@dataclass(frozen=True)
-class Diversity:
-    """CLIP distance (1 - cosine) between images of one prompt, mean over pairs, then over prompts.
-
-    A model that draws one right picture again and again has a high accuracy and a distance near 0.
-
-    Attributes:
-        accepted: over the images that the verifier accepts, of prompts with two or more of them; None if no
-            prompt has.
-        accepted_prompts: prompts that `accepted` is the mean of.
-        all: over all images.
-        prompts, images_per_prompt: what was sampled.
-    """
-
-    accepted: float | None
-    accepted_prompts: int
-    all: float
-    prompts: int
-    images_per_prompt: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """As it stands in the results, under `clip_distance`."""
-        return {
-            "clip_distance": {
-                "accepted": self.accepted,
-                "accepted_prompts": self.accepted_prompts,
-                "all": self.all,
-            },
-            "prompts": self.prompts,
-            "images_per_prompt": self.images_per_prompt,
-        }
+DIVERSITY_PROMPTS = 24  # spread evenly over the categories
+_RULE = ShapesRuleReward.__name__
 
 
 @dataclass(frozen=True)
@@ -68,43 +43,81 @@ class Evaluation:
 
     Attributes:
         categories: N category names.
-        correct: (N,) bool, by the evaluation's verifier.
+        correct: (N,) bool, by the evaluation's verifier; None where there are no verdicts.
         rule_correct: (N,) bool, by the reward's verifier; their agreement tells how far either can be
-        trusted. rewards: label -> (N,) float32 scores.
+            trusted. rewards: label -> (N,) float32 scores.
         diversity: see `Diversity`.
+        notes: sentences on what was not measured, and why.
     """
 
     categories: tuple[str, ...]
-    correct: np.ndarray
-    rule_correct: np.ndarray
+    correct: np.ndarray | None
+    rule_correct: np.ndarray | None
     rewards: dict[str, np.ndarray]
     diversity: Diversity
+    notes: tuple[str, ...] = ()
 
     def accuracy(self) -> dict[str, Interval]:
         """Share of right images, overall and per category, with Wilson intervals."""
-        return accuracy_table(self.correct, self.categories)
+        return {} if self.correct is None else accuracy_table(self.correct, self.categories)
 
     def agreement(self) -> dict[str, Interval]:
         """Share of images on which both verifiers say the same, overall and per category."""
-        return accuracy_table(self.correct == self.rule_correct, self.categories)
+        return (
+            {} if self.correct is None else accuracy_table(self.correct == self.rule_correct, self.categories)
+        )
 
     def difference(self, other: Evaluation) -> dict[str, Interval]:
         """Accuracy of this model minus the other's, paired, with Newcombe's intervals."""
         if self.categories != other.categories:
             raise ValueError("two evaluations can only be compared on the same prompts in the same order")
+        if self.correct is None or other.correct is None:
+            return {}
         return difference_table(self.correct, other.correct, self.categories)
 
-    def to_dict(self) -> dict[str, Any]:
-        """`accuracy`, `agreement`, `reward` and `diversity` as they stand in the results."""
+    def reward_difference(self, other: Evaluation) -> dict[str, Interval | None]:
+        """Mean score of this model minus the other's, paired by image, by label."""
         return {
-            "accuracy": _plain(self.accuracy()),
-            "agreement": _plain(self.agreement()),
-            "reward": {
-                label: {"mean": float(values.mean()), "std": float(values.std())}
-                for label, values in self.rewards.items()
-            },
-            "diversity": self.diversity.to_dict(),
+            label: paired_mean_difference(values, other.rewards[label])
+            for label, values in self.rewards.items()
         }
+
+    def to_dict(self) -> dict[str, Any]:
+        """`accuracy` and `agreement` (if there are verdicts), `reward`, `diversity` and `notes` (if any), as
+        they stand in the results."""
+        verdicts = {"accuracy": self.accuracy(), "agreement": self.agreement()}
+        table: dict[str, Any] = {name: _plain(entries) for name, entries in verdicts.items() if entries}
+        table["reward"] = {
+            label: {"mean": float(values.mean()), "std": float(values.std())}
+            for label, values in self.rewards.items()
+        }
+        table["diversity"] = self.diversity.to_dict()
+        return table | ({"notes": list(self.notes)} if self.notes else {})
+
+
+def evaluation_prompts(config: Config) -> PromptSet:
+    """The prompts that `evaluation.prompts` names; `data.prompt_column` holds them in lists of one's own.
+
+    Raises:
+        ConfigError: see `load_prompts`.
+    """
+    source = config.evaluation.prompts
+    return load_prompts(source, "prompt" if source in BUILT_IN else config.data.prompt_column)
+
+
+def check_rewards(rewards: RewardSet, prompts: PromptSet) -> None:
+    """Lets the run's rewards refuse the evaluation's prompts.
+
+    Raises:
+        ConfigError: one does; the message says what can be done.
+    """
+    try:
+        rewards.check(prompts.prompts)
+    except ConfigError as error:
+        raise ConfigError(
+            f"evaluation.prompts = {prompts.source or 'the list given'}: {error}, or another list for the "
+            "evaluation (evaluation.after_training=false trains without one)"
+        ) from error
 
 
 @dataclass
@@ -112,59 +125,97 @@ class Evaluator:
     """The evaluation's prompts, noise and judges, for any number of models.
 
     Args:
-        config: `evaluation` says prompts, images, steps, seed and batch; the terms of `reward` are reported
-            beside the CLIP score and the rule reward (group-wise ones are left out: no groups here).
-        prompts: the prompt list, captions of the shapes world.
-        clip: the CLIP of the CLIP score and of diversity; see `ClipScoreReward`.
+        config: `evaluation` says images, steps, seed and batch; the terms of `reward` are reported, and for
+            captions of the shapes world also the CLIP score and the rule reward (group-wise ones are left out:
+            no groups here).
+        prompts: the prompt list. If all are captions of the shapes world, pictures are judged.
+        clip: the CLIP of the CLIP score and of diversity, see `ClipScoreReward`; for other prompts diversity is
+            that in the features of the run's own CLIP score, if it has one.
 
     Raises:
-        ConfigError: a prompt is no caption of the shapes world.
+        ConfigError: a reward refuses the prompts.
     """
 
     config: Config
     prompts: PromptSet
     clip: str = SHIPPED
-    _rewards: RewardSet = field(init=False)
+    _rewards: RewardSet | None = field(init=False)
     _features: ClipImageFeatures = field(init=False)
 
     def __post_init__(self):
-        self._scenes = _scenes_of(self.prompts.prompts)
-        clip = ClipScoreReward(self.clip)
-        rewards = _reported_rewards(self.config, clip)
-        rewards.check(self.prompts.prompts)
-        self._rewards, self._features = rewards, ClipImageFeatures(clip)
+        scenes = [scene_of(prompt) for prompt in self.prompts.prompts]
+        strange = [p for p, scene in zip(self.prompts.prompts, scenes, strict=True) if scene is None]
+        self._scenes: list[Scene] | None = None if strange else scenes
+        self._notes = [_no_verdict(f"{strange[0]!r} is no caption of the shapes world")] if strange else []
+        terms = self._run_terms()
+        own = next((term.reward for term in terms if isinstance(term.reward, ClipScoreReward)), None)
+        clip = own if strange and own is not None else ClipScoreReward(self.clip)
+        if not strange and class_name(clip) not in {term.label for term in terms}:
+            terms.append(LabelledReward(class_name(clip), clip))
+        self._rewards = RewardSet(terms, batch=self.config.evaluation.batch) if terms else None
+        if self._rewards is not None:
+            check_rewards(self._rewards, self.prompts)
+        self._features = ClipImageFeatures(clip)
 
-    def evaluate(self, pipeline: Pipeline) -> Evaluation:
+    def _run_terms(self) -> list[LabelledReward]:
+        terms = []
+        for term in self.config.reward.terms:
+            reward = build_reward(term.name, **term.arguments)
+            label = term.label or class_name(reward)
+            if getattr(reward, "group_wise", False):
+                self._notes.append(f"{label} is left out: it compares the candidates of one prompt")
+            else:
+                terms.append(LabelledReward(label, reward))
+        return terms
+
+    def evaluate(self, pipeline: Pipeline, title: str = "evaluating") -> Evaluation:
         """Samples and judges one model. The images depend on the model and the evaluation's settings only."""
-        settings = self.config.evaluation
+        settings, notes = self.config.evaluation, list(self._notes)
         generator = ImageGenerator(pipeline, num_steps=settings.num_steps, batch=settings.batch)
-        requests = balanced_requests(
-            self.prompts.prompts, [s.category for s in self._scenes], settings.images
-        )
-        correct, rule_correct, scores = [], [], []
-        for batch in generator.stream(requests, settings.seed, "evaluating"):
-            prompts = [request.prompt for request in batch.requests]
-            metadata = [self.prompts.metadata[request.prompt_index] for request in batch.requests]
-            rewards = self._rewards.score(batch.images, prompts, metadata)
-            scores.append({label: values[: batch.count] for label, values in rewards.items()})
-            images = to_uint8(batch.images.asnumpy()[: batch.count])
-            scenes = [self._scenes[request.prompt_index] for request in batch.requests[: batch.count]]
-            correct += [verdict.correct for verdict in verifier.verify_batch(images, scenes)]
-            rule_correct += [verdict.correct for verdict in shapes_verifier.verify_batch(images, scenes)]
+        scenes, size = self._scenes, tuple(pipeline.image_size)
+        if scenes is not None and size != (IMAGE_SIZE, IMAGE_SIZE):
+            scenes = None
+            notes.append(
+                _no_verdict(
+                    f"the verifier reads {IMAGE_SIZE} x {IMAGE_SIZE} pixels, not {size[0]} x {size[1]}"
+                )
+            )
+        categories = self._categories()
+        requests = balanced_requests(self.prompts.prompts, categories, settings.images)
+        verdicts, rules, scores = [], [], []
+        for batch in generator.stream(requests, settings.seed, title):
+            scores.append(self._score(batch))
+            if scenes is not None:
+                images = to_uint8(batch.images.asnumpy()[: batch.count])
+                shown = [scenes[request.prompt_index] for request in batch.requests[: batch.count]]
+                verdicts += verifier.verify_batch(images, shown)
+                rules += shapes_verifier.verify_batch(images, shown)
+        rewards = {label: np.concatenate([part[label] for part in scores]) for label in scores[0]}
+        if scenes is not None and _RULE not in rewards:
+            rewards[_RULE] = np.array([rule.score for rule in rules], np.float32)
         return Evaluation(
-            tuple(self._scenes[request.prompt_index].category for request in requests),
-            np.array(correct, bool),
-            np.array(rule_correct, bool),
-            {label: np.concatenate([part[label] for part in scores]) for label in self._rewards.labels},
-            self._diversity(generator),
+            tuple(categories[request.prompt_index] for request in requests),
+            None if scenes is None else np.array([verdict.correct for verdict in verdicts], bool),
+            None if scenes is None else np.array([rule.correct for rule in rules], bool),
+            rewards,
+            self._diversity(generator, scenes, title),
+            tuple(notes),
         )
 
-    def _diversity(self, generator: ImageGenerator) -> Diversity:
-        categories = [scene.category for scene in self._scenes]
-        chosen = balanced_requests(
-            self.prompts.prompts, categories, DIVERSITY_PROMPTS_PER_CATEGORY * len(set(categories))
-        )
-        chosen = list(dict.fromkeys(request.prompt_index for request in chosen))
+    def _categories(self) -> list[str]:
+        return [scene.category for scene in self._scenes] if self._scenes else [""] * len(self.prompts)
+
+    def _score(self, batch: ImageBatch) -> dict[str, np.ndarray]:
+        if self._rewards is None:
+            return {}
+        prompts = [request.prompt for request in batch.requests]
+        metadata = [self.prompts.metadata[request.prompt_index] for request in batch.requests]
+        scores = self._rewards.score(batch.images, prompts, metadata)
+        return {label: values[: batch.count] for label, values in scores.items()}
+
+    def _diversity(self, generator: ImageGenerator, scenes: list[Scene] | None, title: str) -> Diversity:
+        count = min(DIVERSITY_PROMPTS, len(self.prompts))
+        chosen = [r.prompt_index for r in balanced_requests(self.prompts.prompts, self._categories(), count)]
         # Candidates from 1: candidate 0 is the image that the accuracy counts.
         requests = [
             ImageRequest(self.prompts.prompts[index], index, candidate)
@@ -172,35 +223,15 @@ class Evaluator:
             for candidate in range(1, DIVERSITY_IMAGES + 1)
         ]
         features, accepted = [], []
-        for batch in generator.stream(requests, self.config.evaluation.seed, "diversity"):
+        for batch in generator.stream(requests, self.config.evaluation.seed, f"{title}, diversity"):
             features.append(self._features(batch.images).asnumpy()[: batch.count])
-            scenes = [self._scenes[request.prompt_index] for request in batch.requests[: batch.count]]
-            images = to_uint8(batch.images.asnumpy()[: batch.count])
-            accepted += [verdict.correct for verdict in verifier.verify_batch(images, scenes)]
-        groups = np.concatenate(features).reshape(len(chosen), DIVERSITY_IMAGES, -1)
-        return diversity_of(groups, np.array(accepted).reshape(len(chosen), DIVERSITY_IMAGES))
-
-
-def diversity_of(features: np.ndarray, accepted: np.ndarray) -> Diversity:
-    """Mean pairwise distances.
-
-    Args:
-        features: (P, K, D) of unit length, K images of each of P prompts.
-        accepted: (P, K) bool.
-    """
-    right = [
-        _mean_distance(group[mask]) for group, mask in zip(features, accepted, strict=True) if mask.sum() > 1
-    ]
-    everything = [_mean_distance(group) for group in features]
-    return Diversity(
-        float(np.mean(right)) if right else None, len(right), float(np.mean(everything)), *accepted.shape
-    )
-
-
-def _mean_distance(features: np.ndarray) -> float:
-    count = len(features)
-    pairs = np.triu_indices(count, 1)
-    return float((1.0 - features.astype(np.float64) @ features.T.astype(np.float64))[pairs].mean())
+            if scenes is not None:
+                shown = [scenes[request.prompt_index] for request in batch.requests[: batch.count]]
+                images = to_uint8(batch.images.asnumpy()[: batch.count])
+                accepted += [verdict.correct for verdict in verifier.verify_batch(images, shown)]
+        shape = (len(chosen), DIVERSITY_IMAGES)
+        groups = np.concatenate(features).reshape(*shape, -1)
+        return diversity_of(groups, np.array(accepted).reshape(shape) if scenes is not None else None)
 
 
 def balanced_requests(prompts: Sequence[str], categories: Sequence[str], images: int) -> list[ImageRequest]:
@@ -226,37 +257,21 @@ def results(
     compare: str | None = None,
     other: Evaluation | None = None,
 ) -> dict[str, Any]:
-    """What `evaluate.py --json` writes; with `other`, also the paired `difference`, this minus other."""
+    """What `evaluate.py --json` writes; with `other`, also the paired differences, this minus other: `difference`
+    (accuracy, if there are verdicts), `reward_difference` and `diversity_difference`."""
     table = evaluation.to_dict()
     if other is not None:
-        table["difference"] = _plain(evaluation.difference(other))
+        difference = evaluation.difference(other)
+        table |= {"difference": _plain(difference)} if difference else {}
+        table["reward_difference"] = _plain(evaluation.reward_difference(other))
+        table["diversity_difference"] = evaluation.diversity.difference(other.diversity)
         table["compare"] = {"checkpoint": compare, **other.to_dict()}
     return table | {"checkpoint": checkpoint, "config": config.to_dict(), "seed": config.evaluation.seed}
 
 
-def _plain(table: dict[str, Interval]) -> dict[str, dict[str, float | int]]:
-    return {name: interval.to_dict() for name, interval in table.items()}
+def _plain(table: dict[str, Interval | None]) -> dict[str, dict[str, float | int] | None]:
+    return {name: interval and interval.to_dict() for name, interval in table.items()}
 
 
-def _scenes_of(prompts: Sequence[str]) -> list[Scene]:
-    scenes = [scene_of(prompt) for prompt in prompts]
-    strange = [prompt for prompt, scene in zip(prompts, scenes, strict=True) if scene is None]
-    if strange:
-        raise ConfigError(
-            f"evaluation.prompts: {strange[0]!r} is no caption of the shapes world, so nothing can tell "
-            "if an image shows it; use shapes/evaluation, or shapes/validation for tuning"
-        )
-    return scenes
-
-
-def _reported_rewards(config: Config, clip: ClipScoreReward) -> RewardSet:
-    """The run's own terms, and the two that are always reported, unless a term of the run has their label."""
-    terms = []
-    for term in config.reward.terms:
-        reward = build_reward(term.name, **term.arguments)
-        if not getattr(reward, "group_wise", False):
-            terms.append(LabelledReward(term.label or class_name(reward), reward))
-    taken = {term.label for term in terms}
-    standard = [LabelledReward(class_name(reward), reward) for reward in (clip, ShapesRuleReward())]
-    terms += [term for term in standard if term.label not in taken]
-    return RewardSet(terms, batch=config.evaluation.batch)
+def _no_verdict(reason: str) -> str:
+    return f"no accuracy: {reason}, so nothing can tell if an image shows what its prompt says"

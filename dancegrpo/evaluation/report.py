@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dancegrpo.config import Config, ConfigError
-from dancegrpo.data import load_prompts
-from dancegrpo.evaluation.evaluate import Evaluator, results
+from dancegrpo.config import Config
+from dancegrpo.data import PromptSet
+from dancegrpo.evaluation.evaluate import Evaluator, evaluation_prompts, results
+from dancegrpo.evaluation.statistics import OVERALL
 from dancegrpo.pipelines import load_pipeline
-from dancegrpo.runtime.files import write_atomic
+from dancegrpo.runtime.files import check_writable, write_atomic
+
+Entry = dict[str, Any]
 
 
 def evaluate_checkpoints(
@@ -20,6 +24,7 @@ def evaluate_checkpoints(
     checkpoint: str | None = None,
     weights: str | None = None,
     compare: str | None = None,
+    prompts: PromptSet | None = None,
 ) -> dict[str, Any]:
     """Evaluates one checkpoint, or two on the same prompts and noise, and writes the results.
 
@@ -28,54 +33,138 @@ def evaluate_checkpoints(
         json_file: where the results go.
         checkpoint, weights: see `load_pipeline`; None is `model.checkpoint` of the config.
         compare: the checkpoint that the difference is taken to.
+        prompts: None are those that the config names.
 
     Raises:
         ConfigError: prompts, checkpoints or file cannot be had; nothing was sampled then.
     """
     file = Path(json_file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--json {file}: {error.strerror}") from error
-    if file.is_dir():
-        raise ConfigError(f"--json {file} is a folder, not a file")
+    check_writable(file, "--json")
     checkpoint = checkpoint or config.model.checkpoint
-    evaluator = Evaluator(config, load_prompts(config.evaluation.prompts))
+    evaluator = Evaluator(config, prompts or evaluation_prompts(config))
     compute, guidance = config.precision.compute, config.sampler.guidance_scale
     model = load_pipeline(checkpoint, compute, guidance, weights)
     other = load_pipeline(compare, compute, guidance) if compare else None
-    found = evaluator.evaluate(model)
-    table = results(config, checkpoint, found, compare, evaluator.evaluate(other) if other else None)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = evaluator.evaluate(model, "evaluating")
+    base = evaluator.evaluate(other, f"evaluating {compare}") if other else None
+    table = results(config, checkpoint, found, compare, base)
     write_atomic(file, json.dumps(table, indent=2) + "\n")
     return table
 
 
 def format_results(table: dict[str, Any]) -> str:
-    """Accuracy with 95% intervals, per category, and what else was measured, as lines of text."""
-    difference = table.get("difference", {})
-    heads = ["category", "images", "accuracy", "95% interval"]
-    heads += ["difference", "95% interval"] if difference else []
-    rows = [heads]
-    for name, entry in table["accuracy"].items():
-        row = [name, str(entry["n"]), _percent(entry["value"]), _range(entry)]
-        if difference:
-            row += [f"{100 * difference[name]['value']:+.1f}", _range(difference[name], sign="+")]
-        rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-    lines = [line.rstrip() for line in lines]
-    agreement, distance = table["agreement"]["overall"]["value"], table["diversity"]["clip_distance"]
-    lines.append("")
+    """One model's accuracy with 95% intervals, per category, and what else was measured, as lines of text."""
+    lines = []
+    if "accuracy" in table:
+        rows = [["category", "images", "accuracy", "95% interval"]]
+        for name, entry in table["accuracy"].items():
+            rows.append([name, str(entry["n"]), _percent(entry["value"]), _range(entry, _share)])
+        lines = [*_aligned(rows), ""]
     lines += [f"{label}: mean {entry['mean']:.4f}" for label, entry in table["reward"].items()]
-    lines.append(f"both verifiers agree on {_percent(agreement)} of the images")
+    distance = table["diversity"]["clip_distance"]
+    lines.append(f"CLIP distance between images of one prompt: {distance['all']:.4f}")
     if distance["accepted"] is not None:
         lines.append(f"CLIP distance between right images of one prompt: {distance['accepted']:.4f}")
-    return "\n".join(lines)
+    return "\n".join(lines + _closing(table))
+
+
+def format_comparison(table: dict[str, Any], before: str, after: str) -> str:
+    """Two models side by side with paired differences and their 95% intervals, as lines of text.
+
+    Args:
+        table: see `results`, with `compare`.
+        before, after: what the columns of the model that was compared with and of the other are called.
+    """
+    rows = [["", before, after, "difference", "95% interval", "over"]]
+    other = table["compare"]
+    for name, entry in table.get("accuracy", {}).items():
+        values = other["accuracy"][name]["value"], entry["value"]
+        label = f"accuracy, {name}" if name == OVERALL else f"  {name}"
+        row = [label, *map(_percent, values)]
+        rows.append([*row, *_difference(table["difference"][name], "images", _points)])
+    for label, entry in table["reward"].items():
+        values = other["reward"][label]["mean"], entry["mean"]
+        row = [f"reward, {label}", *map(_number, values)]
+        rows.append([*row, *_difference(table["reward_difference"][label], "images", _signed)])
+    for kind, entry in table["diversity_difference"].items():
+        if entry is not None:
+            words = {"all": "all images", "accepted": "right images"}[kind]
+            row = [f"diversity, {words}", *map(_number, (entry["compare_mean"], entry["mean"]))]
+            rows.append([*row, *_difference(entry, "prompts", _signed)])
+    return "\n".join(_aligned(rows) + _closing(table))
+
+
+def short_form(table: dict[str, Any]) -> dict[str, Any]:
+    """Overall accuracy, rewards and diversity of a comparison: before, after, and the difference with its interval."""
+    other = table["compare"]
+
+    def entry(before: float, after: float, difference: Entry | None) -> Entry:
+        interval = difference and {key: difference[key] for key in ("value", "low", "high", "n")}
+        return {"before": before, "after": after, "difference": interval}
+
+    short: dict[str, Any] = {}
+    if "accuracy" in table:
+        values = (side["accuracy"][OVERALL]["value"] for side in (other, table))
+        short["accuracy"] = entry(*values, table["difference"][OVERALL])
+    short["reward"] = {
+        label: entry(other["reward"][label]["mean"], found["mean"], table["reward_difference"][label])
+        for label, found in table["reward"].items()
+    }
+    short["diversity"] = {
+        kind: found and entry(found["compare_mean"], found["mean"], found)
+        for kind, found in table["diversity_difference"].items()
+    }
+    return short
+
+
+def _closing(table: dict[str, Any]) -> list[str]:
+    agreement = table.get("agreement")
+    lines = (
+        [f"both verifiers agree on {_percent(agreement[OVERALL]['value'])} of the images"]
+        if agreement
+        else []
+    )
+    return lines + table.get("notes", [])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns: the first one flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _difference(entry: Entry | None, unit: str, write: Callable[[float], str]) -> list[str]:
+    if entry is None:  # fewer than two pairs
+        return ["", "", ""]
+    return [write(entry["value"]), _range(entry, write), f"{entry['n']} {unit}"]
+
+
+def _range(entry: Entry, write: Callable[[float], str]) -> str:
+    return f"{write(entry['low'])} to {write(entry['high'])}"
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
-def _range(entry: dict[str, Any], sign: str = "") -> str:
-    return f"{100 * entry['low']:{sign}.1f} to {100 * entry['high']:{sign}.1f}"
+def _share(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"

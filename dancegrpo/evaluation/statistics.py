@@ -1,4 +1,4 @@
-"""Intervals for proportions, and for the difference of two proportions on the same images.
+"""Intervals for proportions, and for differences of proportions and of means on the same images.
 
 Sources: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927);
 R. G. Newcombe, "Improved confidence intervals for the difference between binomial proportions based on paired
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from scipy.stats import t as student_t
 
 Z_95 = 1.959963984540054
 OVERALL = "overall"
@@ -76,6 +77,24 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool], z: float = 
     below = max(down**2 - 2 * phi * down * up_two + up_two**2, 0.0)
     above = max(up**2 - 2 * phi * up * down_two + down_two**2, 0.0)
     return Interval(difference, difference - math.sqrt(below), difference + math.sqrt(above), n)
+
+
+def paired_mean_difference(first: Sequence[float], second: Sequence[float]) -> Interval | None:
+    """Student's t interval of the mean of first - second, over pairs of numbers on the same images or prompts.
+
+    Pairs with a value that is not finite are left out; None if fewer than two are left.
+    """
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if a.shape != b.shape or a.ndim != 1:
+        raise ValueError(f"paired values need two lists of one length, got shapes {a.shape} and {b.shape}")
+    differences = a - b
+    differences = differences[np.isfinite(differences)]
+    n = differences.size
+    if n < 2:
+        return None
+    mean = float(differences.mean())
+    half = float(student_t.ppf(0.975, n - 1) * differences.std(ddof=1) / math.sqrt(n))
+    return Interval(mean, mean - half, mean + half, n)
 
 
 def _phi(both: int, only_first: int, only_second: int, neither: int) -> float:

@@ -10,12 +10,13 @@ from mindspore import Tensor, nn, ops
 
 from dancegrpo.models.layers import Linear, TextProjection, TimestepEmbedding
 from dancegrpo.ops import (
-    GELU,
-    ApplyRotary,
-    LayerNorm,
+    BiasGELU,
+    GatedResidual,
+    JointRotaryAttention,
+    ModulatedLayerNorm,
     RMSNorm,
+    RotaryAttention,
     RotaryFrequencies,
-    ScaledDotProductAttention,
     SiLU,
 )
 from dancegrpo.ops.activations import float32
@@ -56,7 +57,7 @@ class FluxConfig:
 
 
 class Modulation(nn.Cell):
-    """`count` vectors of size `dim` from the conditioning vector, each (B, 1, dim) in float32.
+    """`count` vectors of size `dim` from the conditioning vector after its SiLU, each (B, 1, dim) in float32.
 
     One product each on a slice of the weight would be slower; the product is one, the slices are of a (B, ...)
     vector, not of the tokens.
@@ -65,52 +66,43 @@ class Modulation(nn.Cell):
     def __init__(self, dim: int, count: int):
         super().__init__()
         self.linear = Linear(dim, count * dim)
-        self.act = SiLU()
         self.dim, self.count = dim, count
 
-    def construct(self, temb: Tensor):
-        parts = float32(self.linear(self.act(temb))).reshape((-1, 1, self.count * self.dim))
+    def construct(self, condition: Tensor):
+        parts = float32(self.linear(condition)).reshape((-1, 1, self.count * self.dim))
         return ops.split(parts, self.dim, axis=-1)
 
 
 class FeedForward(nn.Cell):
-    """Linear, tanh GELU, linear; named as diffusers' FeedForward (`net.0.proj`, `net.2`)."""
+    """Linear, tanh GELU, linear without its bias; named as diffusers' FeedForward (`net.0.proj`, `net.2`)."""
 
     def __init__(self, dim: int, mult: int = 4):
         super().__init__()
         self.net = nn.CellList([_Projection(dim, mult * dim), nn.Identity(), Linear(mult * dim, dim)])
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.net[2](self.net[0](x))
+        return self.net[2].without_bias(self.net[0](x))
 
 
 class _Projection(nn.Cell):
     def __init__(self, dim: int, inner: int):
         super().__init__()
         self.proj = Linear(dim, inner)
-        self.act = GELU("tanh")
+        self.act = BiasGELU()
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.act(self.proj(x))
-
-
-class _Heads(nn.Cell):
-    """(B, S, H*D) to (B, H, S, D), normalised per head (query and key) and back."""
-
-    def __init__(self, heads: int, head_dim: int):
-        super().__init__()
-        self.heads, self.head_dim = heads, head_dim
-
-    def construct(self, x: Tensor) -> Tensor:
-        return ops.transpose(x.reshape((x.shape[0], x.shape[1], self.heads, self.head_dim)), (0, 2, 1, 3))
+        return self.act(self.proj.without_bias(x), self.proj.bias)
 
 
 class JointAttention(nn.Cell):
-    """Attention of a double block: separate projections of image and text tokens, one softmax over both."""
+    """Attention of a double block: separate projections of image and text tokens, one softmax over both.
+
+    Returns image and text without the biases of the output projections.
+    """
 
     def __init__(self, config: FluxConfig):
         super().__init__()
-        dim, heads, head_dim = config.inner_dim, config.num_attention_heads, config.attention_head_dim
+        dim, head_dim = config.inner_dim, config.attention_head_dim
         self.to_q, self.to_k, self.to_v = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
         self.add_q_proj, self.add_k_proj, self.add_v_proj = (
             Linear(dim, dim),
@@ -121,24 +113,30 @@ class JointAttention(nn.Cell):
         self.norm_added_q, self.norm_added_k = RMSNorm(head_dim), RMSNorm(head_dim)
         self.to_out = nn.CellList([Linear(dim, dim)])
         self.to_add_out = Linear(dim, dim)
-        self.split_heads = _Heads(heads, head_dim)
-        self.rotary = ApplyRotary(head_dim)
-        self.attention = ScaledDotProductAttention(heads, head_dim)
-        self.dim = dim
+        self.attention = JointRotaryAttention(config.num_attention_heads, head_dim)
 
     def construct(self, x: Tensor, text: Tensor, cos: Tensor, sin: Tensor):
-        split = self.split_heads
-        query = ops.concat(
-            (self.norm_added_q(split(self.add_q_proj(text))), self.norm_q(split(self.to_q(x)))), 2
+        text_out, image_out = self.attention(
+            self.add_q_proj.without_bias(text),
+            self.add_k_proj.without_bias(text),
+            self.add_v_proj.without_bias(text),
+            self.add_q_proj.bias,
+            self.add_k_proj.bias,
+            self.add_v_proj.bias,
+            self.norm_added_q.weight,
+            self.norm_added_k.weight,
+            self.to_q.without_bias(x),
+            self.to_k.without_bias(x),
+            self.to_v.without_bias(x),
+            self.to_q.bias,
+            self.to_k.bias,
+            self.to_v.bias,
+            self.norm_q.weight,
+            self.norm_k.weight,
+            cos,
+            sin,
         )
-        key = ops.concat(
-            (self.norm_added_k(split(self.add_k_proj(text))), self.norm_k(split(self.to_k(x)))), 2
-        )
-        value = ops.concat((split(self.add_v_proj(text)), split(self.to_v(x))), 2)
-        y = self.attention(self.rotary(query, cos, sin), self.rotary(key, cos, sin), value)
-        y = ops.transpose(y, (0, 2, 1, 3)).reshape((x.shape[0], -1, self.dim))
-        tokens = text.shape[1]
-        return self.to_out[0](y[:, tokens:]), self.to_add_out(y[:, :tokens])
+        return self.to_out[0].without_bias(image_out), self.to_add_out.without_bias(text_out)
 
 
 class SelfAttention(nn.Cell):
@@ -149,16 +147,21 @@ class SelfAttention(nn.Cell):
         dim, head_dim = config.inner_dim, config.attention_head_dim
         self.to_q, self.to_k, self.to_v = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
         self.norm_q, self.norm_k = RMSNorm(head_dim), RMSNorm(head_dim)
-        self.split_heads = _Heads(config.num_attention_heads, head_dim)
-        self.rotary = ApplyRotary(head_dim)
-        self.attention = ScaledDotProductAttention(config.num_attention_heads, head_dim)
-        self.dim = dim
+        self.attention = RotaryAttention(config.num_attention_heads, head_dim)
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query = self.rotary(self.norm_q(self.split_heads(self.to_q(x))), cos, sin)
-        key = self.rotary(self.norm_k(self.split_heads(self.to_k(x))), cos, sin)
-        y = self.attention(query, key, self.split_heads(self.to_v(x)))
-        return ops.transpose(y, (0, 2, 1, 3)).reshape((x.shape[0], -1, self.dim))
+        return self.attention(
+            self.to_q.without_bias(x),
+            self.to_k.without_bias(x),
+            self.to_v.without_bias(x),
+            self.to_q.bias,
+            self.to_k.bias,
+            self.to_v.bias,
+            self.norm_q.weight,
+            self.norm_k.weight,
+            cos,
+            sin,
+        )
 
 
 class FluxTransformerBlock(nn.Cell):
@@ -168,26 +171,26 @@ class FluxTransformerBlock(nn.Cell):
         super().__init__()
         dim = config.inner_dim
         self.norm1, self.norm1_context = Modulation(dim, 6), Modulation(dim, 6)
-        self.normalize = LayerNorm(dim, 1e-6, affine=False)
+        self.normalize, self.add = ModulatedLayerNorm(dim, 1e-6), GatedResidual()
         self.attn = JointAttention(config)
         self.ff, self.ff_context = FeedForward(dim), FeedForward(dim)
 
-    def construct(self, x: Tensor, text: Tensor, temb: Tensor, cos: Tensor, sin: Tensor):
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.norm1(temb)
+    def construct(self, x: Tensor, text: Tensor, condition: Tensor, cos: Tensor, sin: Tensor):
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.norm1(condition)
         text_shift_a, text_scale_a, text_gate_a, text_shift_m, text_scale_m, text_gate_m = self.norm1_context(
-            temb
+            condition
         )
         attended, text_attended = self.attn(
-            self.normalize(x) * (1.0 + scale_a) + shift_a,
-            self.normalize(text) * (1.0 + text_scale_a) + text_shift_a,
-            cos,
-            sin,
+            self.normalize(x, scale_a, shift_a), self.normalize(text, text_scale_a, text_shift_a), cos, sin
         )
-        x = x + gate_a * attended
-        text = text + text_gate_a * text_attended
-        x = x + gate_m * self.ff(self.normalize(x) * (1.0 + scale_m) + shift_m)
-        text = text + text_gate_m * self.ff_context(
-            self.normalize(text) * (1.0 + text_scale_m) + text_shift_m
+        x = self.add(x, gate_a, attended, self.attn.to_out[0].bias)
+        text = self.add(text, text_gate_a, text_attended, self.attn.to_add_out.bias)
+        x = self.add(x, gate_m, self.ff(self.normalize(x, scale_m, shift_m)), self.ff.net[2].bias)
+        text = self.add(
+            text,
+            text_gate_m,
+            self.ff_context(self.normalize(text, text_scale_m, text_shift_m)),
+            self.ff_context.net[2].bias,
         )
         return x, text
 
@@ -199,17 +202,18 @@ class FluxSingleTransformerBlock(nn.Cell):
         super().__init__()
         dim = config.inner_dim
         self.norm = Modulation(dim, 3)
-        self.normalize = LayerNorm(dim, 1e-6, affine=False)
+        self.normalize, self.add = ModulatedLayerNorm(dim, 1e-6), GatedResidual()
         self.proj_mlp = Linear(dim, 4 * dim)
-        self.act_mlp = GELU("tanh")
+        self.act_mlp = BiasGELU()
         self.proj_out = Linear(5 * dim, dim)
         self.attn = SelfAttention(config)
 
-    def construct(self, x: Tensor, temb: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shift, scale, gate = self.norm(temb)
-        y = self.normalize(x) * (1.0 + scale) + shift
-        branches = ops.concat((self.attn(y, cos, sin), self.act_mlp(self.proj_mlp(y))), axis=-1)
-        return x + gate * self.proj_out(branches)
+    def construct(self, x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shift, scale, gate = self.norm(condition)
+        y = self.normalize(x, scale, shift)
+        hidden = self.act_mlp(self.proj_mlp.without_bias(y), self.proj_mlp.bias)
+        branches = ops.concat((self.attn(y, cos, sin).astype(hidden.dtype), hidden), axis=-1)
+        return self.add(x, gate, self.proj_out.without_bias(branches), self.proj_out.bias)
 
 
 class _NormOut(nn.Cell):
@@ -218,15 +222,13 @@ class _NormOut(nn.Cell):
     def __init__(self, dim: int):
         super().__init__()
         self.linear = Linear(dim, 2 * dim)
-        self.act = SiLU()
-        self.normalize = LayerNorm(dim, 1e-6, affine=False)
+        self.normalize = ModulatedLayerNorm(dim, 1e-6)
         self.dim = dim
 
-    def construct(self, x: Tensor, temb: Tensor) -> Tensor:
-        scale, shift = ops.split(
-            float32(self.linear(self.act(temb))).reshape((-1, 1, 2 * self.dim)), self.dim, -1
-        )
-        return self.normalize(x) * (1.0 + scale) + shift
+    def construct(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = float32(self.linear(condition)).reshape((-1, 1, 2 * self.dim))
+        scale, shift = ops.split(parts, self.dim, axis=-1)
+        return self.normalize(x, scale, shift)
 
 
 class _TimeTextEmbedding(nn.Cell):
@@ -258,6 +260,7 @@ class FluxTransformer2DModel(nn.Cell):
         self.config = config
         self.pos_embed = RotaryFrequencies(tuple(config.axes_dims_rope))
         self.time_text_embed = _TimeTextEmbedding(config)
+        self.act = SiLU()  # before every modulation: once for all
         self.context_embedder = Linear(config.joint_attention_dim, config.inner_dim)
         self.x_embedder = Linear(config.in_channels, config.inner_dim)
         self.transformer_blocks = nn.CellList(
@@ -296,14 +299,14 @@ class FluxTransformer2DModel(nn.Cell):
         if self.config.guidance_embeds:
             guidance = float32(guidance) * 1000.0
         cos, sin = self.pos_embed(float32(ops.concat((txt_ids, img_ids), axis=0)))
-        temb = self.time_text_embed(float32(timestep) * 1000.0, guidance, pooled_projections)
+        condition = self.act(self.time_text_embed(float32(timestep) * 1000.0, guidance, pooled_projections))
         x = float32(self.x_embedder(hidden_states))
         text = float32(self.context_embedder(encoder_hidden_states))
         for block in self.transformer_blocks:
-            x, text = block(x, text, temb, cos, sin)
+            x, text = block(x, text, condition, cos, sin)
         tokens = text.shape[1]
         x = ops.concat((text, x), axis=1)
         for block in self.single_transformer_blocks:
-            x = block(x, temb, cos, sin)
-        x = self.norm_out(x[:, tokens:], temb)
+            x = block(x, condition, cos, sin)
+        x = self.norm_out(x[:, tokens:], condition)
         return (float32(self.proj_out(x)),)

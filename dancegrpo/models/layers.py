@@ -37,6 +37,12 @@ class Linear(nn.Cell):
             y = ops.bias_add(y, self.bias.astype(self.compute_dtype))
         return y.reshape(x.shape[:-1] + (self.out_features,))
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        """x W^T, for operators that add `bias` themselves."""
+        flat = x.reshape((-1, self.in_features)).astype(self.compute_dtype)
+        y = self.product(flat, self.weight.astype(self.compute_dtype))
+        return y.reshape(x.shape[:-1] + (self.out_features,))
+
 
 class Embedding(nn.Cell):
     """Rows of `weight` (num, dim) by integer index."""

@@ -5,7 +5,8 @@ import math
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from dancegrpo.ops.device import select
+from dancegrpo.ops.cpu.cells import BiasGELUFused
+from dancegrpo.ops.device import select, select_fused
 
 _SQRT_HALF = math.sqrt(0.5)
 _TANH_GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
@@ -65,6 +66,29 @@ def GELU(approximate: str = "none", device: str | None = None) -> nn.Cell:
     if approximate not in composed:
         raise ValueError(f"approximate is {approximate!r}; valid: {', '.join(composed)}")
     return select({"CPU": composed[approximate], "Ascend": lambda: _GELUKernel(approximate)}, device)()
+
+
+class _BiasGELUComposed(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.gelu = GELU("tanh")
+
+    def construct(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.gelu(x + bias.astype(x.dtype))
+
+
+class _BiasGELUOnCPU(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.kernel = BiasGELUFused()
+
+    def construct(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.kernel(float32(x), float32(bias))
+
+
+def BiasGELU(device: str | None = None) -> nn.Cell:
+    """Tanh GELU of x + bias: x (..., D), bias (D,). The fused kernel returns float32, whatever x is."""
+    return select_fused(_BiasGELUOnCPU, _BiasGELUComposed, device)()
 
 
 def QuickGELU(device: str | None = None) -> nn.Cell:

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 import mindspore as ms
 
+from dancegrpo.ops.cpu.library import library
+
 T = TypeVar("T")
 
 
@@ -22,3 +24,17 @@ def select(implementations: Mapping[str, T], device: str | None = None) -> T:
         device: a device target; the current one when None. Tests name one to compare a pair.
     """
     return implementations.get(device or device_kind(), implementations["CPU"])
+
+
+def select_fused(fused: T, composed: T, device: str | None = None) -> T:
+    """Pick between a fused kernel of `ops.cpu` and a composition: the kernel on a CPU where it could be built.
+
+    Args:
+        device: as in `select`; `"composed"` gives the composition on a CPU as well.
+    """
+    return fused if (device or device_kind()) == "CPU" and library().path else composed
+
+
+def describe_operators() -> str:
+    """In words, which kind of operators this process computes with."""
+    return library().text if device_kind() == "CPU" else f"MindSpore's kernels for {device_kind()}"

@@ -87,13 +87,27 @@ class _RMSNormKernel(nn.Cell):
         return ops.rms_norm(x, weight, self.eps)[0]
 
 
+def RMSNormalize(size: int, eps: float, device: str | None = None) -> nn.Cell:
+    """RMS norm as a function of (x, weight), for a weight that another Cell holds; result in the dtype of x."""
+    return _InFloat32(select({"CPU": _RMSNormComposed, "Ascend": _RMSNormKernel}, device)(size, eps))
+
+
+class _InFloat32(nn.Cell):
+    def __init__(self, normalize: nn.Cell):
+        super().__init__()
+        self.normalize = normalize
+
+    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.normalize(float32(x), float32(weight)).astype(x.dtype)
+
+
 class RMSNorm(nn.Cell):
     """Root-mean-square normalisation (Zhang and Sennrich, 2019) over the last axis, parameter `weight` (size,)."""
 
     def __init__(self, size: int, eps: float = 1e-6, device: str | None = None):
         super().__init__()
-        self.normalize = select({"CPU": _RMSNormComposed, "Ascend": _RMSNormKernel}, device)(size, eps)
+        self.normalize = RMSNormalize(size, eps, device)
         self.weight = Parameter(Tensor(np.ones(size, np.float32)), name="weight")
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.normalize(float32(x), float32(self.weight)).astype(x.dtype)
+        return self.normalize(x, self.weight)

@@ -22,15 +22,20 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Way:
-    """How a picture is painted: `eta` above 0 is the SDE of rollouts, whose candidates share their initial noise."""
+    """How a picture is painted: `eta` above 0 is the SDE of rollouts, whose candidates share their initial noise.
+
+    `stochastic_steps` of them draw noise (None: all), see `diffusion.Sampler`.
+    """
 
     name: str
     num_steps: int
     eta: float = 0.0
+    stochastic_steps: int | None = None
 
 
-# The defaults of the configs' sampler and evaluation sections.
-ROLLOUT, EVALUATION = Way("rollout", 6, 0.6), Way("evaluation", 16)
+# As flux_small.yaml has it in its sampler and evaluation sections; and rollouts with noise in every step, whose
+# pictures are rougher.
+ROLLOUT, NOISY_ROLLOUT, EVALUATION = Way("rollout", 6, 0.6, 3), Way("noisy", 6, 0.6), Way("evaluation", 16)
 
 
 class Painter:
@@ -75,7 +80,8 @@ class Painter:
     def _sampler(self, way: Way) -> Sampler:
         transition = make_transition("dance_sde", eta=way.eta) if way.eta > 0 else make_transition("ode")
         schedule = make_schedule("flow_match", way.num_steps)
-        return Sampler(PolicyStep(self.pipeline.denoiser, transition), schedule, _BATCH)
+        step = PolicyStep(self.pipeline.denoiser, transition)
+        return Sampler(step, schedule, _BATCH, way.stochastic_steps)
 
     def paint_set(
         self, folder: Path, set_name: str, prompts: Sequence[str], images: dict[Way, int]

@@ -84,7 +84,8 @@ class RewardRecipe(StageRecipe):
         0.75  # of the loss: pairs of a picture with its own prompt, its caption, near misses of them
     )
     prompts: int = 768  # of the train split, painted
-    rollout_images: int = 6  # pictures of a prompt as RL rollouts paint them
+    rollout_images: int = 4  # pictures of a prompt as RL rollouts paint them,
+    noisy_images: int = 2  # with noise in every step,
     evaluation_images: int = 1  # and as evaluation does
     renders: int = 1536
     held_out_prompts: int = 240  # of the validation list, for the figures

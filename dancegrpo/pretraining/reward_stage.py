@@ -26,7 +26,7 @@ from dancegrpo.pretraining.judge_data import (
 )
 from dancegrpo.pretraining.loop import Stage
 from dancegrpo.pretraining.losses import JudgeLoss
-from dancegrpo.pretraining.painting import EVALUATION, ROLLOUT, Painter
+from dancegrpo.pretraining.painting import EVALUATION, NOISY_ROLLOUT, ROLLOUT, Painter
 from dancegrpo.pretraining.recipe import Recipe
 from dancegrpo.pretraining.scoring import near_miss_accuracy, pair_score, to_pixels
 from dancegrpo.pretraining.stages import SHIPPED_DTYPE
@@ -64,7 +64,11 @@ class RewardStage(Stage):
         recipe, pipeline = self.recipe, FluxPipeline(self.assets)
         painter = Painter(pipeline, self.seed)
         _, prompts, scenes = sample_batch(self.seed, _FIRST_PROMPT, recipe.prompts)
-        counts = {ROLLOUT: recipe.rollout_images, EVALUATION: recipe.evaluation_images}
+        counts = {
+            ROLLOUT: recipe.rollout_images,
+            NOISY_ROLLOUT: recipe.noisy_images,
+            EVALUATION: recipe.evaluation_images,
+        }
         by_way = painter.paint_set(folder / "painted", "train", prompts, counts)
         painted = _with_altered(np.concatenate(list(by_way.values()), axis=1), scenes, self.seed, "painted")
         self.batches = JudgeBatches(painted, prompts, self._singles(pipeline), recipe, self.seed)

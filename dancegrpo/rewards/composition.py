@@ -23,11 +23,12 @@ _ENCODED_KEPT = 16_384
 
 @dataclass(frozen=True)
 class LabelledReward:
-    """A reward with its weight in the total and the name that it has in metrics."""
+    """A reward with its weight in the total, the label that it has in metrics, and its name in the config."""
 
     label: str
     reward: Any  # RewardFunction or RewardCell
     weight: float = 1.0
+    name: str = ""
 
 
 def build_reward_set(
@@ -41,7 +42,8 @@ def build_reward_set(
     terms = []
     for term in config.terms:
         reward = build_reward(term.name, **term.arguments)
-        terms.append(LabelledReward(term.label or class_name(reward), reward, float(term.weight)))
+        label = term.label or class_name(reward)
+        terms.append(LabelledReward(label, reward, float(term.weight), term.name))
     return RewardSet(terms, config.combine, group_size=group_size, batch=batch)
 
 
@@ -77,7 +79,7 @@ class RewardSet:
             raise ConfigError("reward.terms: at least one reward is needed.")
         if combine not in COMBINE:
             raise ConfigError(f"reward.combine: unknown {combine!r}; {choices_text(str(combine), COMBINE)}")
-        _check_labels([term.label for term in terms])
+        _check_labels(terms)
         self.terms = tuple(terms)
         self.combine = combine
         self.group_size = group_size
@@ -289,14 +291,20 @@ def _as_array(values: Any) -> np.ndarray:
     return values.asnumpy() if hasattr(values, "asnumpy") else np.asarray(values)
 
 
-def _check_labels(labels: Sequence[str]) -> None:
-    for label in labels:
-        if not _LABEL.fullmatch(label):
+def _check_labels(terms: Sequence[LabelledReward]) -> None:
+    places: dict[str, list[int]] = {}
+    for place, term in enumerate(terms):
+        if not _LABEL.fullmatch(term.label):
             raise ConfigError(
-                f"reward.terms: label {label!r} must be made of letters, digits, '_', '-' and '.'."
+                f"reward.terms: label {term.label!r} must be made of letters, digits, '_', '-' and '.'."
             )
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        raise ConfigError(
-            f"reward.terms: {', '.join(twice)} labels more than one term; give each its own label."
-        )
+        places.setdefault(term.label, []).append(place)
+    for label, taken in places.items():
+        if len(taken) > 1:
+            named = " and ".join(
+                f"{place} ({terms[place].name or class_name(terms[place].reward)})" for place in taken
+            )
+            raise ConfigError(
+                f"reward.terms: the terms {named} have the same label {label!r}; give them different ones by the "
+                f"key label, for example label: {label}_2"
+            )

@@ -148,9 +148,10 @@ def _check_settings(name: str, target: Callable[..., Any], args: tuple, settings
     try:
         signature.bind(*args, **settings)
     except TypeError as error:
-        takes = [key for key in list(signature.parameters)[len(args) :]] or ["no settings"]
+        takes = list(signature.parameters)[len(args) :]
         raise ConfigError(
-            f"reward.terms: {name!r}: {_one_line(error)}; it takes {', '.join(takes)}."
+            f"reward.terms: {name!r}: {_one_line(error)}; it takes {', '.join(takes) or 'no settings'}, "
+            "beside name, weight and label of every term."
         ) from error
 
 

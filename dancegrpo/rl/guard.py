@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from tqdm import tqdm
 
 from dancegrpo.config import ConfigError, ReportedError
+from dancegrpo.rl.clipping import ClipRange
 
 
 class NotFinite(ReportedError):
@@ -52,32 +54,45 @@ class FiniteGuard:
 
 
 class RatioCheck:
-    """Looks once at the probability ratio before any update, where it should be exactly 1.
+    """Looks at the probability ratio before any update of a rollout, where it should be exactly 1.
 
     Args:
-        clip_range: `train.clip_range`.
+        clip_range: the range that ratios are clipped to.
     """
 
-    def __init__(self, clip_range: float) -> None:
-        self.clip_range, self._done = clip_range, False
+    def __init__(self, clip_range: ClipRange) -> None:
+        self.clip_range = clip_range
+        self._seen = self._compared = self._warned = False
 
     def look(self, deviation: float) -> None:
-        """Prints the first deviation that it is given, and ignores later ones.
+        """Prints the first deviation that it is given, and compares each with the clip range, if there is one yet.
+
+        A range that does not lie above the deviation clips rounding errors. The first comparison refuses it; where a
+        later one fails, of a run that has trained for a while, a warning is given once.
 
         Args:
             deviation: max |ratio - 1| in the first update of a rollout.
 
         Raises:
-            ConfigError: the clip range does not lie above it, so it would clip rounding errors.
+            ConfigError: see above.
         """
-        if self._done:
+        clip_range = self.clip_range
+        if not self._seen:
+            self._seen = True
+            text = f"ratio new/old before the first update: at most {deviation:.3g} away from 1"
+            tqdm.write(f"{text} (clip range {clip_range})", file=sys.stdout)
+        if math.isinf(clip_range.value):
             return
-        self._done = True
-        text = f"ratio new/old before the first update: at most {deviation:.3g} away from 1"
-        tqdm.write(f"{text} (clip range {self.clip_range:g})", file=sys.stdout)
-        if deviation >= self.clip_range:
-            raise ConfigError(
-                f"train.clip_range = {self.clip_range:g} lies below the numerical noise of the probability "
-                f"ratio: before any update, where it should be 1, it deviates by {deviation:.3g} on this "
-                "device at this precision; use a larger train.clip_range or precision.compute=float32"
-            )
+        first, self._compared = not self._compared, True
+        if deviation < clip_range.value:
+            return
+        text = (
+            f"train.clip_range = {clip_range} lies below the numerical noise of the probability "
+            f"ratio: before any update, where it should be 1, it deviates by {deviation:.3g} on this "
+            "device at this precision; use a larger train.clip_range or precision.compute=float32"
+        )
+        if first:
+            raise ConfigError(text)
+        if not self._warned:
+            self._warned = True
+            tqdm.write(f"warning: {text}", file=sys.stderr)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dancegrpo.config import Config
-from dancegrpo.data import load_prompts
+from dancegrpo.config import Config, ConfigError
+from dancegrpo.data import PromptSet, load_prompts
 from dancegrpo.rl.run_state import find_resume_point
 from dancegrpo.runtime.runlog import RunFolder
 from dancegrpo.runtime.setup import setup_runtime
+from dancegrpo.runtime.signals import Terminated
 
 if TYPE_CHECKING:
     from dancegrpo.pipelines import Pipeline
+    from dancegrpo.rewards import RewardSet
     from dancegrpo.rl.trainer import Trainer
 
 _WORDS_SHOWN = 10
@@ -35,9 +39,16 @@ def open_run(
         overwrite: replaces the run that is there.
 
     Raises:
-        ConfigError: see `RunFolder` and `run_state.find_resume_point`.
+        ConfigError: see `RunFolder` and `run_state.find_resume_point`; or the model to start from lies in the run
+            that would be replaced.
     """
     path = Path(output)
+    model = Path(config.model.checkpoint).resolve()
+    if overwrite and path.resolve() in (model, *model.parents):
+        raise ConfigError(
+            f"{path}: --overwrite would replace the run that holds the model to start from (model.checkpoint = "
+            f"{config.model.checkpoint}); choose another --output"
+        )
     existed = path.is_dir()
     fresh = not path.exists() or (existed and not any(path.iterdir()))
     if resume is not False and fresh:
@@ -60,30 +71,94 @@ def open_run(
     folder.close()
 
 
-def build_trainer(config: Config, run_folder: RunFolder) -> Trainer:
-    """A trainer on the config's model, rewards and prompts.
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run needs beside its model; `evaluation_prompts` is None if the run ends without an evaluation."""
+
+    prompts: PromptSet
+    rewards: RewardSet
+    evaluation_prompts: PromptSet | None
+
+
+def load_inputs(config: Config) -> RunInputs:
+    """Prompts and rewards of a run, and every check that is cheap, before a model is loaded.
 
     Raises:
-        ConfigError: prompts, rewards or model cannot be had as the config says.
+        ConfigError: prompts, rewards, model, transition or number format cannot be had as the config says.
     """
     prompts = load_prompts(config.data.prompts, config.data.prompt_column)
+    _setup(config)
+    from dancegrpo.evaluation.evaluate import check_rewards, evaluation_prompts
+    from dancegrpo.pipelines import resolve_checkpoint
+    from dancegrpo.rewards import build_reward_set
+    from dancegrpo.rl import trainer  # noqa: F401 (see `optim`: not where a model is at hand)
+    from dancegrpo.rl.chain import make_chain
+
+    resolve_checkpoint(config.model.checkpoint)
+    make_chain(config.sampler)
+    held_out = evaluation_prompts(config) if config.evaluation.after_training else None
+    rewards = build_reward_set(
+        config.reward, group_size=config.train.candidates, batch=config.train.micro_batch
+    )
+    rewards.check(prompts.prompts)
+    if held_out is not None:
+        check_rewards(rewards, held_out)
+    return RunInputs(prompts, rewards, held_out)
+
+
+def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | None = None) -> Trainer:
+    """A trainer on the config's model, rewards and prompts.
+
+    Args:
+        config: the resolved config. run_folder: see `Trainer`.
+        inputs: from `load_inputs`; None loads them.
+
+    Raises:
+        ConfigError: see `load_inputs`, or the model cannot be loaded.
+    """
+    inputs = inputs or load_inputs(config)
+    from dancegrpo.ops import describe_operators
+    from dancegrpo.pipelines import load_pipeline
+    from dancegrpo.rl.trainer import Trainer
+
+    pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, config.sampler.guidance_scale)
+    _warn_of_words(pipeline, inputs.prompts.prompts)
+    print(f"computing with {describe_operators()}", flush=True)
+    return Trainer(config, pipeline, inputs.rewards, inputs.prompts, run_folder)
+
+
+def needs_evaluation(config: Config, run_folder: RunFolder) -> bool:
+    """Whether a run that is finished still lacks the evaluation that its config asks for."""
+    return config.evaluation.after_training and not run_folder.evaluation_file.exists()
+
+
+def evaluate_run(config: Config, run_folder: RunFolder, inputs: RunInputs | None = None) -> str:
+    """The table of a finished run's evaluation; see `final_evaluation.evaluate_finished`."""
+    _setup(config)
+    from dancegrpo.rl.final_evaluation import evaluate_finished
+
+    gc.collect()  # the trainer is in cycles, and its graphs hold as much memory as the evaluation needs
+
+    last = run_folder.saved_iterations()[-1]
+    print(
+        f"\nevaluating {config.model.checkpoint} and iteration {last} on {config.evaluation.prompts}, "
+        f"{config.evaluation.images} images each (the run is saved; Ctrl-C skips this)",
+        flush=True,
+    )
+    try:
+        return evaluate_finished(config, run_folder, inputs.evaluation_prompts if inputs else None)
+    except (KeyboardInterrupt, Terminated):
+        print("the run is complete and saved; --resume makes its evaluation", file=sys.stderr)
+        raise
+
+
+def _setup(config: Config) -> None:
     tree = config.to_dict()
     setup_runtime(
         config.precision.compute,
         compile_cache=config.output.compile_cache,
         cache_key=repr([tree[section] for section in ("model", "sampler", "precision", "parallel")]),
     )
-    from dancegrpo.pipelines import load_pipeline
-    from dancegrpo.rewards import build_reward_set
-    from dancegrpo.rl.trainer import Trainer
-
-    rewards = build_reward_set(
-        config.reward, group_size=config.train.candidates, batch=config.train.micro_batch
-    )
-    rewards.check(prompts.prompts)
-    pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, config.sampler.guidance_scale)
-    _warn_of_words(pipeline, prompts.prompts)
-    return Trainer(config, pipeline, rewards, prompts, run_folder)
 
 
 def _warn_of_words(pipeline: Pipeline, prompts: Sequence[str]) -> None:

@@ -24,16 +24,24 @@ def reward_metrics(scores: Mapping[str, np.ndarray], group_size: int) -> dict[st
     return metrics
 
 
-def update_metrics(measured: Sequence[UpdateStats], learning_rate: float, skipped: int) -> dict[str, float]:
-    """Means over the updates of an iteration that were applied; not-a-number where there was none."""
+def update_metrics(
+    measured: Sequence[UpdateStats], clip_range: float, learning_rate: float, skipped: int
+) -> dict[str, float]:
+    """Means over the updates of an iteration that were applied; not-a-number where there was none.
+
+    The spread is that of the second applied update: its transitions are the first that are scored by weights which
+    exactly one step of the optimizer has moved.
+    """
+    applied = [stats for stats in measured if stats.finite]
 
     def mean(name: str) -> float:
-        values = [getattr(stats, name) for stats in measured if stats.finite]
-        return float(np.mean(values)) if values else float("nan")
+        return float(np.mean([getattr(stats, name) for stats in applied])) if applied else float("nan")
 
     return {
         "ratio/first_max_deviation": measured[0].ratio_deviation if measured else float("nan"),
         "ratio/mean": mean("ratio_mean"),
+        "ratio/spread": applied[1].ratio_spread if len(applied) > 1 else float("nan"),
+        "ratio/clip_range": clip_range,
         "ratio/clip_fraction": mean("clip_fraction"),
         "loss/policy": mean("policy_loss"),
         "loss/kl": mean("kl_loss"),

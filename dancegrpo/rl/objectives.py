@@ -13,9 +13,10 @@ OBJECTIVES = Registry("objective")
 
 def make_objective(name: str, **settings: Any) -> nn.Cell:
     """The policy objective of that name ("clipped_surrogate"), a Cell called as
-    ``(log_prob_new, log_prob_old, advantages)``, all float32 (B,), that returns ``loss, ratio, clipped``,
-    each float32 (B,): the loss of each transition, its probability ratio new/old, and 1 where the ratio lies
-    outside the clip range.
+    ``(log_prob_new, log_prob_old, advantages, lowest, highest)``: three float32 (B,), and the ends of the clip
+    range as () float32 (inputs of the graph, so that they can change without a compilation). It returns
+    ``loss, ratio, clipped``, each float32 (B,): the loss of each transition, its probability ratio new/old, and
+    1 where the ratio lies outside the clip range.
 
     Raises:
         ConfigError: unknown name or setting.
@@ -54,23 +55,22 @@ def clipped_surrogate(
     if clip_high is None:
         clip_high = clip_low
     ratio = probability_ratio(log_prob_new, log_prob_old)
-    clipped = ops.clamp(ratio, 1.0 - abs(clip_low), 1.0 + abs(clip_high))
-    return ops.maximum(-advantages * ratio, -advantages * clipped)
+    return surrogate_of_ratio(ratio, advantages, 1.0 - abs(clip_low), 1.0 + abs(clip_high))
+
+
+def surrogate_of_ratio(ratio: Tensor, advantages: Tensor, lowest, highest) -> Tensor:
+    """max(-A r, -A clip(r, lowest, highest)), (B,); the ends are numbers or () tensors."""
+    return ops.maximum(-advantages * ratio, -advantages * ops.clamp(ratio, lowest, highest))
 
 
 @OBJECTIVES.register("clipped_surrogate")
 class ClippedSurrogate(nn.Cell):
     """`clipped_surrogate` as an objective."""
 
-    def __init__(self, clip_low: float = 1e-4, clip_high: float | None = None) -> None:
-        super().__init__()
-        self.low = abs(float(clip_low))
-        self.high = self.low if clip_high is None else abs(float(clip_high))
-
-    def construct(self, log_prob_new, log_prob_old, advantages):
-        loss = clipped_surrogate(log_prob_new, log_prob_old, advantages, self.low, self.high)
+    def construct(self, log_prob_new, log_prob_old, advantages, lowest, highest):
         ratio = probability_ratio(log_prob_new, log_prob_old)
-        outside = ops.logical_or(ratio < 1.0 - self.low, ratio > 1.0 + self.high)
+        loss = surrogate_of_ratio(ratio, advantages, lowest, highest)
+        outside = ops.logical_or(ratio < lowest, ratio > highest)
         return loss, ratio, outside.astype(loss.dtype)
 
 

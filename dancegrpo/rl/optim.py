@@ -4,6 +4,9 @@ All trained weights live in one flat float32 vector, and so do their gradients a
 parameter tensors would make thousands of tiny kernels and seconds of compilation; one vector makes a dozen,
 and it can later be cut evenly over ranks. The vector is also the float32 master copy of models in other
 formats.
+
+MindFormers keeps the frame that imports it alive for ever, and with it the local variables of all callers. So it is
+imported here, with the module, and not by a function that a trainer stands in.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
+from mindformers.core.lr import ConstantWarmUpLR, CosineWithWarmUpLR, LinearWithWarmUpLR
+from mindformers.core.optim import AdamW
 from mindspore import Parameter, Tensor, nn, ops
 
 from dancegrpo.config import ConfigError, TrainConfig
@@ -105,8 +110,6 @@ def make_learning_rate(
         total_steps: optimizer steps of the run; warmup_steps: those of the warm-up, whose first step already
             has learning_rate / warmup_steps (a step of size 0 would be a rollout for nothing).
     """
-    from mindformers.core.lr import ConstantWarmUpLR, CosineWithWarmUpLR, LinearWithWarmUpLR
-
     schedules = {"constant": ConstantWarmUpLR, "cosine": CosineWithWarmUpLR, "linear": LinearWithWarmUpLR}
     if name not in schedules:
         raise ConfigError(f"train.lr_schedule: unknown schedule {name!r} (valid: {', '.join(schedules)})")
@@ -121,8 +124,6 @@ def make_learning_rate(
 
 def make_adamw(flat: FlatParameters, train: TrainConfig, total_steps: int, warmup_steps: int) -> nn.Cell:
     """mindformers' AdamW (decoupled decay, bias correction; equals PyTorch's) on the flat weights."""
-    from mindformers.core.optim import AdamW
-
     schedule = make_learning_rate(
         train.lr_schedule, train.learning_rate, total_steps=total_steps, warmup_steps=warmup_steps
     )

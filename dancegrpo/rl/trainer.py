@@ -5,24 +5,26 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mindspore import Tensor, ops
 from tqdm import tqdm
 
-from dancegrpo.config import Config, ConfigError, derive_counts
+from dancegrpo.config import Config, derive_counts
 from dancegrpo.data import PromptSet
-from dancegrpo.diffusion import TRANSITIONS, PolicyStep, Sampler, make_schedule, make_transition
+from dancegrpo.diffusion import PolicyStep, Sampler
 from dancegrpo.rl.advantages import make_advantage_rule, shuffle_in_groups
+from dancegrpo.rl.chain import make_chain
+from dancegrpo.rl.clipping import clip_verdict
 from dancegrpo.rl.guard import FiniteGuard, RatioCheck
 from dancegrpo.rl.measures import reward_metrics, update_metrics
 from dancegrpo.rl.objectives import make_objective
 from dancegrpo.rl.run_state import RunState, load_run_state, save_run_state
 from dancegrpo.rl.samples import SampleGrid
 from dancegrpo.rl.trajectory import Trajectory, select_transitions
-from dancegrpo.rl.update import PolicyUpdater
+from dancegrpo.rl.update import PolicyUpdater, UpdateStats
 from dancegrpo.runtime import noise, probes
 from dancegrpo.runtime.files import write_folder_atomic
 from dancegrpo.runtime.report import write_report
@@ -32,6 +34,8 @@ from dancegrpo.runtime.signals import StopSignal, Terminated
 if TYPE_CHECKING:
     from dancegrpo.pipelines import Pipeline
     from dancegrpo.rewards import RewardSet
+
+_CLIP_ADVICE_AFTER = 5  # iterations
 
 
 class Trainer:
@@ -66,28 +70,17 @@ class Trainer:
             prompt_set,
             run_folder,
         )
-        sampler, train = config.sampler, config.train
-        settings = TRANSITIONS.accepted(sampler.transition, {"eta": sampler.eta})
-        transition = make_transition(sampler.transition, **settings)
-        if not transition.stochastic:
-            raise ConfigError(
-                f"sampler.transition: {sampler.transition!r} is deterministic, there is nothing to "
-                "train; choose a stochastic transition such as 'dance_sde'"
-            )
-        self.schedule = make_schedule(
-            "flow_match",
-            sampler.num_steps,
-            shift=sampler.shift,
-            truncate_timesteps=sampler.truncate_timesteps,
-        )
+        train = config.train
+        transition, self.schedule = make_chain(config.sampler)
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
-        self.sampler = Sampler(self.policy_step, self.schedule, train.micro_batch)
+        self.sampler = Sampler(
+            self.policy_step, self.schedule, train.micro_batch, self.counts.stochastic_steps
+        )
         self.advantage_rule = make_advantage_rule("group_sample_std")
-        objective = make_objective("clipped_surrogate", clip_low=train.clip_range)
         self.updater = PolicyUpdater(
             self.policy_step,
             pipeline.backbone.trainable_params(),
-            objective,
+            make_objective("clipped_surrogate"),
             config,
             self.counts.transitions_per_update,
         )
@@ -95,7 +88,8 @@ class Trainer:
         self.samples = SampleGrid(config, pipeline, prompt_set) if config.output.sample_every else None
         self.timer = probes.PhaseTimer()
         self.iteration = 0  # the last one that the weights have seen whole
-        self.guard, self.ratio_check = FiniteGuard(train.max_skipped), RatioCheck(train.clip_range)
+        self.guard = FiniteGuard(train.max_skipped)
+        self.ratio_check = RatioCheck(self.updater.clip_range)
         self._updating = False  # True: the weights are those of no whole, logged iteration
 
     # ---- the four verbs
@@ -154,7 +148,7 @@ class Trainer:
         counts, train = self.counts, self.config.train
         chosen = select_transitions(
             counts.images,
-            counts.steps,
+            min(counts.steps - 1, counts.stochastic_steps),
             counts.trained_per_image,
             train.seed,
             trajectory.iteration,
@@ -178,7 +172,7 @@ class Trainer:
             else:
                 skipped += 1
                 self._skip(self.updater.discard(), trajectory.iteration)
-        return update_metrics(measured, self.updater.learning_rate, skipped)
+        return self._update_metrics(measured, skipped)
 
     # ---- the loop
 
@@ -206,6 +200,8 @@ class Trainer:
                     self.run_folder.save_sample(iteration, self.samples.grid(after))
                 metrics["graph/compilations"] = probes.compilations()
                 self.run_folder.log(metrics)
+                if iteration == _CLIP_ADVICE_AFTER and not last:
+                    self._advise_on_clipping()
                 self.iteration, self._updating = iteration, False
                 if iteration % self.config.output.checkpoint_every == 0 or last:
                     self.save()
@@ -229,7 +225,7 @@ class Trainer:
             if bad:
                 for _ in range(self.counts.updates):
                     self._skip(f"the reward {bad[0]!r}", iteration)
-                measured = update_metrics([], self.updater.learning_rate, self.counts.updates)
+                measured = self._update_metrics([], self.counts.updates)
             else:
                 measured = self.update(trajectory, self.advantage(scores, iteration))
         metrics = {"iteration": iteration, "images": self.counts.images}
@@ -246,6 +242,7 @@ class Trainer:
             "seconds": round(seconds, 1),
             "checkpoint": str(self.run_folder.checkpoint(self.iteration).relative_to(self.run_folder.path)),
             "skipped": sum(row["skipped"] for row in rows),
+            "clipping": clip_verdict(rows, self.config.train),
             "seed": self.config.train.seed,
             "reward": {
                 label: {"first": rows[0][f"reward/{label}/mean"], "last": rows[-1][f"reward/{label}/mean"]}
@@ -305,10 +302,22 @@ class Trainer:
 
     # ---- parts
 
+    def _update_metrics(self, measured: Sequence[UpdateStats], skipped: int) -> dict[str, float]:
+        """The metrics of an iteration's updates; the range of the next one learns their spread."""
+        clip_range = self.updater.clip_range
+        metrics = update_metrics(measured, clip_range.value, self.updater.learning_rate, skipped)
+        clip_range.observe(metrics["ratio/spread"])
+        return metrics
+
+    def _advise_on_clipping(self) -> None:
+        advice = clip_verdict(self.run_folder.metrics(), self.config.train)
+        if advice:
+            tqdm.write(f"warning: {advice}", file=sys.stderr)
+
     def _noise(
         self, iteration: int, prompt: np.ndarray, candidate: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Initial noise (B, ...) and the noise of all steps (T, B, ...) of some images."""
+        """Initial noise (B, ...) and the noise of the stochastic steps (T, B, ...) of some images."""
         train, shape = self.config.train, self.pipeline.latent_shape
         shared = np.full_like(candidate, noise.SHARED_CANDIDATE)
         where = {"seed": train.seed, "iteration": iteration, "prompts": prompt.tolist()}
@@ -320,7 +329,7 @@ class Trainer:
         )
         drawn = [
             noise.batch(shape, candidates=candidate.tolist(), steps=step, **where)
-            for step in range(self.schedule.num_steps)
+            for step in range(self.counts.stochastic_steps)
         ]
         return initial, np.stack(drawn)
 

@@ -27,7 +27,7 @@ class Trajectory:
         conditions: what the denoiser takes for each of the P prompts, arrays (P, ...).
         schedule: sigmas and timesteps of the T steps.
         latents: float32 (T+1, N, ...), as they were stored when their log-probability was taken.
-        log_probs: float32 (T, N), under the policy that sampled.
+        log_probs: float32 (T, N), under the policy that sampled; not-a-number for deterministic steps.
         images: (N, 3, H, W) float in [0, 1], on the device.
     """
 
@@ -65,19 +65,19 @@ class Trajectory:
 
 
 def select_transitions(
-    images: int, steps: int, per_image: int, seed: int, iteration: int, selection: str = "random"
+    images: int, trainable: int, per_image: int, seed: int, iteration: int, selection: str = "random"
 ) -> np.ndarray:
     """Which transitions are trained, int (images * per_image, 2) of image and step, in training order.
 
-    For each image ``per_image`` of the steps 0 ... steps-2: the last one does not touch the decoded image,
-    which is the clean prediction made before it. The order is random, so that each update sees all prompts
-    and noise levels. Both are pure functions of the arguments.
+    For each image ``per_image`` of the first ``trainable`` steps. The last step of a chain is never one of them: it
+    does not touch the decoded image, which is the clean prediction made before it. The order is random, so that each
+    update sees all prompts and noise levels. Both are pure functions of the arguments.
 
     Args:
         selection: "random" draws the steps of each image without replacement, "first" takes the noisiest ones.
     """
     drawn = [
-        noise.generator("timesteps", seed, iteration, image).permutation(steps - 1)[:per_image]
+        noise.generator("timesteps", seed, iteration, image).permutation(trainable)[:per_image]
         if selection == "random"
         else np.arange(per_image)
         for image in range(images)

@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from dancegrpo.config import Config
 from dancegrpo.diffusion.sampler import PolicyStep
+from dancegrpo.rl.clipping import ClipRange
 from dancegrpo.rl.ema import make_decay
 from dancegrpo.rl.objectives import kl_on_means
 from dancegrpo.rl.optim import ApplyGradients, FlatParameters, LossScale, make_adamw
@@ -43,14 +44,15 @@ class UpdateStats:
     """What one update measured before it was applied; sums over its transitions where not said otherwise.
 
     policy_loss, kl_loss: the two terms, already divided by the count (kl without its weight).
-    ratio_deviation: max |ratio - 1|. ratio_mean, clip_fraction: means. grad_norm: global norm before
-    clipping.
+    ratio_deviation: max |ratio - 1|. ratio_mean, clip_fraction: means. ratio_spread: standard deviation.
+    grad_norm: global norm before clipping.
     """
 
     policy_loss: float
     kl_loss: float
     ratio_deviation: float
     ratio_mean: float
+    ratio_spread: float
     clip_fraction: float
     grad_norm: float
 
@@ -80,6 +82,8 @@ class PolicyLoss(nn.Cell):
     def construct(
         self,
         loss_scale,
+        lowest,
+        highest,
         reference_means,
         latents,
         following,
@@ -90,20 +94,30 @@ class PolicyLoss(nn.Cell):
         advantages,
         *conditions,
     ):
-        """Returns the scaled loss () and the statistics (5,): policy term, KL, max |r - 1|, sum r, sum
-        clipped."""
+        """Returns the scaled loss () and the statistics (7,): policy term, KL, max |r - 1|, and the sums of r,
+        clipped, r - 1 and its square."""
         _, mean, std, _, log_prob = self.policy_step(
             latents, sigma, sigma_next, timestep, None, following, *conditions
         )
-        policy, ratio, clipped = self.objective(log_prob, log_prob_old, advantages)
+        policy, ratio, clipped = self.objective(log_prob, log_prob_old, advantages, lowest, highest)
         policy = policy.sum() * self.share
         loss, kl = policy, ops.zeros_like(policy)
         if self.kl_weight > 0.0:
             pace = self.policy_step.transition.step_size(sigma, sigma_next)
             kl = kl_on_means(mean, reference_means, std.reshape(-1) / ops.sqrt(pace)).sum() * self.share
             loss = policy + self.kl_weight * kl
-        deviation = ops.abs(ratio - 1.0).max()
-        stats = ops.stack((policy, kl, deviation, ratio.sum(), clipped.sum()))
+        deviation = ratio - 1.0
+        stats = ops.stack(
+            (
+                policy,
+                kl,
+                ops.abs(deviation).max(),
+                ratio.sum(),
+                clipped.sum(),
+                deviation.sum(),  # not the sum of r less the count: that would round the small difference away
+                (deviation * deviation).sum(),
+            )
+        )
         return loss * loss_scale, stats
 
 
@@ -112,7 +126,7 @@ class AccumulateGradients(nn.Cell):
 
     Takes ``keep``, () float, 0 for the first micro-batch of an update (what the buffer held is dropped) and 1
     for the others, and then what `PolicyLoss` takes. Returns the statistics and the global norm (without loss
-    scale) of all gradients added so far, (6,).
+    scale) of all gradients added so far, (8,).
     """
 
     def __init__(self, loss: PolicyLoss, flat: FlatParameters, gradients: Parameter) -> None:
@@ -146,6 +160,7 @@ class PolicyUpdater:
 
     Attributes:
         flat: the trained weights. average: their moving average, or None. steps: updates applied so far.
+        clip_range: what ratios are clipped to.
         learning_rate: that of the last applied update.
     """
 
@@ -169,6 +184,7 @@ class PolicyUpdater:
         )
         self.decay_at = make_decay("power" if train.ema_warmup else "constant", decay=train.ema_decay)
         self.loss_scale = LossScale.of(config.precision.compute)
+        self.clip_range = ClipRange(train.clip_range, train.clip_unit)
         self.steps, self.learning_rate = 0, 0.0
         self.count = transitions_per_update
         loss = PolicyLoss(policy_step, objective, transitions_per_update, train.kl_weight)
@@ -193,20 +209,30 @@ class PolicyUpdater:
         reference = None if batch.reference_means is None else Tensor(batch.reference_means)
         scale = Tensor(self.loss_scale.value, ms.float32)
         keep = Tensor(1.0 if self._stats else 0.0, ms.float32)
+        ends = (Tensor(end, ms.float32) for end in self.clip_range.bounds())
         # The statistics stay on the device until the update is complete.
-        self._stats.append(self._accumulate(keep, scale, reference, *(Tensor(array) for array in arrays)))
+        self._stats.append(
+            self._accumulate(keep, scale, *ends, reference, *(Tensor(array) for array in arrays))
+        )
 
     def stats(self) -> UpdateStats:
         """The statistics of the micro-batches since the last ``apply`` or ``discard``."""
         rows = np.stack([stats.asnumpy() for stats in self._stats]).astype(np.float64)
-        policy, kl, _, ratio, clipped, _ = rows.sum(axis=0)
+        policy, kl, _, ratio, clipped, deviation, square, _ = rows.sum(axis=0)
+        variance = square / self.count - (deviation / self.count) ** 2
         return UpdateStats(
-            policy, kl, rows[:, 2].max(), ratio / self.count, clipped / self.count, rows[-1, 5]
+            policy_loss=policy,
+            kl_loss=kl,
+            ratio_deviation=rows[:, 2].max(),
+            ratio_mean=ratio / self.count,
+            ratio_spread=float(np.sqrt(max(variance, 0.0))),
+            clip_fraction=clipped / self.count,
+            grad_norm=rows[-1, 7],
         )
 
     def apply(self) -> float:
         """Steps the optimizer; returns the learning rate."""
-        norm = self._stats[-1][5]
+        norm = self._stats[-1][7]
         decay = self.decay_at(self.steps) if self.average is not None else 0.0
         rate = self._apply(norm, Tensor(self.loss_scale.value, ms.float32), Tensor(decay, ms.float32))
         self.learning_rate = float(f"{float(rate.asnumpy()):.7g}")  # float32: no digits that mean nothing
@@ -230,7 +256,7 @@ class PolicyUpdater:
             first_moments=split(self.optimizer.exp_avg[0].asnumpy()),
             second_moments=split(self.optimizer.exp_avg_sq[0].asnumpy()),
             average=None if self.average is None else split(self.average.asnumpy()),
-            counters={**counters, **own},
+            counters={**counters, **own, **self.clip_range.state()},
         )
 
     def restore(self, state: RunState) -> None:
@@ -250,6 +276,7 @@ class PolicyUpdater:
         self.steps, self.learning_rate = counters["updates"], counters["learning_rate"]
         self.loss_scale.value = counters["loss_scale"]
         self.loss_scale.good_steps = counters["loss_scale_good_steps"]
+        self.clip_range.restore(counters)
 
     def discard(self) -> str:
         """Drops the gradients without a step; returns the name of the first tensor that was not finite."""

@@ -45,6 +45,19 @@ def common_options(
     return parser
 
 
+def checkpoint_options() -> argparse.ArgumentParser:
+    """Parser with ``--checkpoint`` and ``--weights`` of commands that use a model, for ``parents`` too."""
+    parser = argparse.ArgumentParser(add_help=False)
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--checkpoint", metavar="PATH", help="run, checkpoint or diffusers folder (default: model.checkpoint)"
+    )
+    group.add_argument(
+        "--weights", choices=("raw", "ema"), help="weights of a run (default: ema if it kept an average)"
+    )
+    return parser
+
+
 def run_cli(main: Callable[[Sequence[str] | None], int | None]) -> None:
     """Runs ``main`` and exits: 0 success, 2 bad input, 1 failure, 130 Ctrl-C, 143 SIGTERM.
 

@@ -10,10 +10,31 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from dancegrpo.config import ConfigError
+
 TEMPORARY_PREFIX = ".tmp-"
 """Names of unfinished files and folders start with this; left-overs are safe to remove."""
 REPLACED_PREFIX = ".old-"
 """A folder that is replaced has this before its name for the moment in which the new one takes its place."""
+
+
+def check_writable(path: str | Path, option: str) -> None:
+    """Looks whether a file can be written at ``path``, where folders may still be missing; changes nothing.
+
+    Args:
+        option: what the user calls it, for messages ("--json").
+
+    Raises:
+        ConfigError: it is a folder, a folder on the way to it is a file, or may not be written to.
+    """
+    path = Path(path)
+    if os.path.isdir(path):  # unlike Path's methods, those of os.path do not raise where they may not look
+        raise ConfigError(f"{option} {path} is a folder, not a file")
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{option} {path}: {folder} is a file, not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: no permission to write to {folder}")
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:

@@ -28,6 +28,7 @@ _OWN = (
     "versions.json",
     "metrics.jsonl",
     "summary.json",
+    "evaluation.json",
     "report.png",
     "samples",
     "tb",
@@ -69,6 +70,7 @@ class RunFolder:
         self._metrics_file = None
         self._writer = None
         self._tensorboard = config.output.tensorboard
+        self._iterations = config.train.iterations
         is_run = (self.path / "config.yaml").is_file() or (self.path / _ASIDE).is_dir()
         self._check_place(is_run, resume, overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -78,6 +80,16 @@ class RunFolder:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def evaluation_file(self) -> Path:
+        """Results of the evaluation of the finished run."""
+        return self.path / "evaluation.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run that was opened has nothing left to train."""
+        return self.start >= self._iterations and (self.path / "summary.json").exists()
 
     @property
     def checkpoints(self) -> Path:
@@ -240,7 +252,8 @@ class RunFolder:
         if file.exists():
             rows = [row for row in read_metrics(self.path) if row["iteration"] <= iteration]
             write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
-        (self.path / "summary.json").unlink(missing_ok=True)
+        for of_the_end in ("summary.json", "evaluation.json"):
+            (self.path / of_the_end).unlink(missing_ok=True)
         if iteration == 0 and (self.path / "tb").exists():
             shutil.rmtree(self.path / "tb")
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from dancegrpo.config.folders import cache_folder
 from dancegrpo.runtime import compile_cache as compile_cache_module
 from dancegrpo.runtime import probes
 from dancegrpo.runtime.precision import check_precision
@@ -43,6 +43,9 @@ def setup_runtime(
         ConfigError: for a precision that the device cannot do, or an unknown one.
     """
     be_quiet()
+    # OpenMP's threads would otherwise spin after each of their loops and keep MindSpore's own threads, or another
+    # process, off the cores: an update takes twice as long with them on a busy machine. Read when MindSpore loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import mindspore as ms
 
     if device is not None:
@@ -60,23 +63,6 @@ def setup_runtime(
     else:
         compile_cache_module.disable()
     return Runtime(target, precision, store)
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this package: ``$XDG_CACHE_HOME/dancegrpo`` or ``~/.cache/dancegrpo``.
-
-    A temporary folder stands in where the home folder cannot be written.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "dancegrpo"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(folder)
-    except OSError:
-        folder = Path(tempfile.gettempdir()) / f"dancegrpo-{os.getuid()}"
-        folder.mkdir(exist_ok=True)
-    return folder
 
 
 def be_quiet() -> None:
