@@ -9,14 +9,9 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from dancegrpo.config import Config
-from dancegrpo.diffusion import (
-    TRANSITIONS,
-    PolicyStep,
-    Sampler,
-    make_schedule,
-    make_transition,
-)
+from dancegrpo.diffusion import PolicyStep, Sampler
 from dancegrpo.pipelines import load_pipeline
+from dancegrpo.rl.chain import make_chain
 from dancegrpo.runtime import noise
 
 
@@ -76,11 +71,8 @@ def make_chains(config: Config) -> dict[str, Callable[[], np.ndarray]]:
     """
     sampler, size = config.sampler, config.train.micro_batch
     pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, sampler.guidance_scale)
-    settings = TRANSITIONS.accepted(sampler.transition, {"eta": sampler.eta})
-    policy_step = PolicyStep(pipeline.denoiser, make_transition(sampler.transition, **settings))
-    schedule = make_schedule(
-        "flow_match", sampler.num_steps, shift=sampler.shift, truncate_timesteps=sampler.truncate_timesteps
-    )
+    transition, schedule = make_chain(sampler)
+    policy_step = PolicyStep(pipeline.denoiser, transition)
     host_loop = Sampler(policy_step, schedule, size)
     random = noise.generator("benchmark", "chain", config.train.seed)
     initial = random.standard_normal((size, *pipeline.latent_shape), np.float32)

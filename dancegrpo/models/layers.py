@@ -31,17 +31,18 @@ class Linear(nn.Cell):
         self.product = ops.MatMul(transpose_b=True)
 
     def construct(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        flat = x.reshape((-1, self.in_features)).astype(self.compute_dtype)
-        y = self.product(flat, self.weight.astype(self.compute_dtype))
+        y = self._flat_product(x)
         if self.has_bias:
             y = ops.bias_add(y, self.bias.astype(self.compute_dtype))
         return y.reshape(x.shape[:-1] + (self.out_features,))
 
     def without_bias(self, x: Tensor) -> Tensor:
         """x W^T, for operators that add `bias` themselves."""
+        return self._flat_product(x).reshape(x.shape[:-1] + (self.out_features,))
+
+    def _flat_product(self, x: Tensor) -> Tensor:  # (..., in) -> (N, out)
         flat = x.reshape((-1, self.in_features)).astype(self.compute_dtype)
-        y = self.product(flat, self.weight.astype(self.compute_dtype))
-        return y.reshape(x.shape[:-1] + (self.out_features,))
+        return self.product(flat, self.weight.astype(self.compute_dtype))
 
 
 class Embedding(nn.Cell):

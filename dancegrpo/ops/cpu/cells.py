@@ -9,11 +9,6 @@ from mindspore import Tensor, nn, ops
 from dancegrpo.ops.cpu.library import library
 
 
-def available() -> bool:
-    """Whether the kernels can be used on this machine (see `library.library`)."""
-    return library().path is not None
-
-
 def _kernel(name: str, outputs: Sequence[int], bprop: Callable | None = None) -> ops.Custom:
     """A kernel whose outputs have the shapes of the inputs that `outputs` names, in order."""
     many = len(outputs) > 1

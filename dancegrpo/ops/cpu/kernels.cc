@@ -527,33 +527,37 @@ int64_t Rows(const Args &a, int ndim) {  // of input 0, all axes but the last
 }  // namespace
 
 #define KERNEL(name) \
-  extern "C" int name(int, void **params, int *ndims, int64_t **shapes, const char **, void *, void *)
+  extern "C" int name(int, void **params, [[maybe_unused]] int *ndims, int64_t **shapes, const char **, void *, void *)
 #define ARGS const Args a{params, shapes}
 
 KERNEL(modulated_layer_norm) {
+  if (ndims[0] != 3) return 1;
   ARGS;
   ModulatedLayerNorm(a.at(0), a.at(1), a.at(2), *a.at(3), a.dim(0, 0), a.dim(0, 1), a.dim(0, 2), a.at(4));
-  return ndims[0] == 3 ? 0 : 1;
+  return 0;
 }
 
 KERNEL(modulated_layer_norm_grad) {
+  if (ndims[0] != 3) return 1;
   ARGS;
   ModulatedLayerNormGrad(a.at(0), a.at(1), *a.at(2), a.at(3), a.dim(0, 0), a.dim(0, 1), a.dim(0, 2), a.at(4), a.at(5),
                          a.at(6));
-  return ndims[0] == 3 ? 0 : 1;
+  return 0;
 }
 
 KERNEL(gated_residual) {
+  if (ndims[0] != 3) return 1;
   ARGS;
   GatedResidual(a.at(0), a.at(1), a.at(2), a.at(3), a.dim(0, 0), a.dim(0, 1), a.dim(0, 2), a.at(4));
-  return ndims[0] == 3 ? 0 : 1;
+  return 0;
 }
 
 KERNEL(gated_residual_grad) {
+  if (ndims[1] != 3) return 1;
   ARGS;
   GatedResidualGrad(a.at(0), a.at(1), a.at(2), a.at(3), a.dim(1, 0), a.dim(1, 1), a.dim(1, 2), a.at(4), a.at(5),
                     a.at(6));
-  return ndims[1] == 3 ? 0 : 1;
+  return 0;
 }
 
 KERNEL(bias_gelu) {
@@ -568,7 +572,7 @@ KERNEL(bias_gelu_grad) {
   return 0;
 }
 
-KERNEL(rotary_attention) { ARGS; return DispatchAttention(a, 1, false) + 0 * ndims[0]; }
-KERNEL(rotary_attention_grad) { ARGS; return DispatchAttention(a, 1, true) + 0 * ndims[0]; }
-KERNEL(joint_rotary_attention) { ARGS; return DispatchAttention(a, 2, false) + 0 * ndims[0]; }
-KERNEL(joint_rotary_attention_grad) { ARGS; return DispatchAttention(a, 2, true) + 0 * ndims[0]; }
+KERNEL(rotary_attention) { ARGS; return DispatchAttention(a, 1, false); }
+KERNEL(rotary_attention_grad) { ARGS; return DispatchAttention(a, 1, true); }
+KERNEL(joint_rotary_attention) { ARGS; return DispatchAttention(a, 2, false); }
+KERNEL(joint_rotary_attention_grad) { ARGS; return DispatchAttention(a, 2, true); }

@@ -1,8 +1,8 @@
 """Builds `kernels.cc` with the compiler of the machine, once, and keeps the library in the cache folder.
 
 Wheels cannot carry it: the kernels are compiled for the very processor. Without a compiler the operators are
-compositions of MindSpore's own, which give the same numbers to float32 rounding and take about three times as
-long; `status` says which it is, and why.
+compositions of MindSpore's own, which give the same numbers to float32 rounding and take longer; `Library.text`
+says which it is, and why.
 """
 
 import os
@@ -45,16 +45,14 @@ def library() -> Library:
         return Library(None, f"MindSpore's own operators ({SWITCH}=off)")
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
     if compiler is None:
-        return Library(
-            None, "MindSpore's own operators, about 3 times slower: there is no C++ compiler (g++)"
-        )
+        return Library(None, "MindSpore's own operators, which are slower: there is no C++ compiler (g++)")
     try:
         return Library(_build(compiler), f"fused kernels, built with {compiler}")
     except (OSError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         return Library(
             None,
-            f"MindSpore's own operators, about 3 times slower: {compiler} failed on {_SOURCE.name}: {lines[0]}",
+            f"MindSpore's own operators, which are slower: {compiler} failed on {_SOURCE.name}: {lines[0]}",
         )
 
 
