@@ -92,6 +92,11 @@ def test_override_values():
             "train.timestep_selection=random",
             "sampler.stochastic: trained needs train.timestep_selection: first",
         ),
+        (
+            "train.trained_prompts=13",
+            "train.trained_prompts = 13 is more than data.prompts_per_iteration = 12",
+        ),
+        ("train.trained_prompts=5", "180 trained transitions (60 images x 3 steps) do not divide by"),
         ("parallel.tensor=2", "not supported yet"),
         ("reward.terms=[]", "must not be empty"),
         ("reward.terms=clip_score", "is 'clip_score' (a text), but must be a list of at least one"),

@@ -220,20 +220,26 @@ def test_loss_scale():
 
 def test_selected_transitions():
     images, steps, per_image = 20, 8, 4
-    chosen = select_transitions(images, steps - 1, per_image, seed=3, iteration=5)
+    chosen = select_transitions(np.arange(images), steps - 1, per_image, seed=3, iteration=5)
     assert chosen.shape == (images * per_image, 2)
     pairs = {tuple(pair) for pair in chosen.tolist()}
     assert len(pairs) == len(chosen)  # none twice
     assert np.array_equal(np.bincount(chosen[:, 0]), np.full(images, per_image))
     assert set(chosen[:, 1]) == set(range(steps - 1))  # every step but the last
-    assert np.array_equal(chosen, select_transitions(images, steps - 1, per_image, seed=3, iteration=5))
+    assert np.array_equal(
+        chosen, select_transitions(np.arange(images), steps - 1, per_image, seed=3, iteration=5)
+    )
     for seed, iteration in ((4, 5), (3, 6)):
-        assert not np.array_equal(chosen, select_transitions(images, steps - 1, per_image, seed, iteration))
+        assert not np.array_equal(
+            chosen, select_transitions(np.arange(images), steps - 1, per_image, seed, iteration)
+        )
     # A candidate's steps do not depend on how many others there are.
-    few = select_transitions(2, steps - 1, per_image, seed=3, iteration=5)
+    few = select_transitions(np.arange(2), steps - 1, per_image, seed=3, iteration=5)
     assert {tuple(pair) for pair in few.tolist()} <= pairs
     # "first" trains the noisiest steps of every image.
-    first = select_transitions(images, steps - 1, per_image, seed=3, iteration=5, selection="first")
+    first = select_transitions(
+        np.arange(images), steps - 1, per_image, seed=3, iteration=5, selection="first"
+    )
     assert sorted(map(tuple, first.tolist())) == [(i, k) for i in range(images) for k in range(per_image)]
 
 

@@ -38,7 +38,7 @@ PROMPTS = PromptSet(tuple(f"prompt {i}" for i in range(5)), tuple({"index": i} f
 KEYS = {
     "iteration", "images", "reward/redness/mean", "reward/redness/group_std",
     "ratio/first_max_deviation", "ratio/mean", "ratio/spread", "ratio/clip_range", "ratio/clip_fraction",
-    "loss/policy", "loss/kl",
+    "loss/policy", "loss/kl", "groups/dead",
     "grad/norm", "lr", "skipped", "time/rollout", "time/score", "time/update",
     "memory/peak_rss_mb", "graph/compilations",
 }  # fmt: skip
@@ -137,11 +137,10 @@ def config_of(iterations=4, output=None, **train) -> Config:
     )
 
 
-def train(folder, config, reward=redness, resume=False):
+def train(folder, config, reward=redness, resume=False, trainer=Trainer):
     with open_run(folder, config, resume=resume) as run:
         rewards = RewardSet([LabelledReward("redness", FunctionReward(reward))])
-        trainer = Trainer(config, ToyPipeline(), rewards, PROMPTS, run)
-        return trainer.train(), run.metrics()
+        return trainer(config, ToyPipeline(), rewards, PROMPTS, run).train(), run.metrics()
 
 
 def bytes_of(folder) -> dict[str, bytes]:
@@ -316,9 +315,9 @@ class TinyTrajectory:
             1, [""] * images, [{}] * images, 1, tuple(conditions), schedule, latents, log_probs, None
         )
         self.advantages = rng.standard_normal(images).astype(np.float32)
-        self.chosen = select_transitions(images, steps - 1, steps - 1, seed=0, iteration=1).reshape(
-            -1, batch, 2
-        )
+        self.chosen = select_transitions(
+            np.arange(images), steps - 1, steps - 1, seed=0, iteration=1
+        ).reshape(-1, batch, 2)
 
     def means(self, batch):
         """Means under the current weights, by the graph of the rollout."""
@@ -356,6 +355,28 @@ def test_gradients_that_are_not_finite_change_nothing():
     updater.apply()
     after = updater.flat.weights.asnumpy()
     assert np.isfinite(after).all() and not np.array_equal(after, before)
+
+
+def test_trains_on_the_prompts_whose_rewards_differ_most(tmp_path):
+    trained = []
+
+    class Watching(Trainer):
+        def update(self, trajectory, advantages, images):
+            trained.append(images.tolist())
+            return super().update(trajectory, advantages, images)
+
+    def reward(images, prompts, metadata):
+        """No spread for one prompt in two."""
+        values = redness(images, prompts, metadata)
+        return np.where(np.array([record["index"] for record in metadata]) % 2, values, 0.0)
+
+    config = config_of(2, trained_prompts=2, updates_per_rollout=1)
+    _, rows = train(tmp_path / "run", config, reward, trainer=Watching)
+    for iteration, row in enumerate(rows, 1):
+        drawn = PROMPTS.batch(iteration, 4, config.train.seed, config.data.shuffle)
+        odd = [group for group, index in enumerate(drawn) if index % 2][:2]
+        assert row["groups/dead"] == np.mean([index % 2 == 0 for index in drawn])
+        assert trained[iteration - 1] == [4 * group + k for group in odd for k in range(4)]
 
 
 def test_each_loss_term_has_a_gradient():

@@ -17,6 +17,8 @@ class Counts:
     prompts: int
     candidates: int
     images: int
+    trained_prompts: int
+    trained_images: int
     steps: int
     stochastic_steps: int
     trained_per_image: int
@@ -30,16 +32,20 @@ class Counts:
 def derive_counts(config: Config) -> Counts:
     """Every count of an iteration; exact for a config that passed ``check_counts``."""
     train = config.train
-    images = config.data.prompts_per_iteration * train.candidates
+    prompts = config.data.prompts_per_iteration
+    images = prompts * train.candidates
+    trained_prompts = prompts if train.trained_prompts is None else train.trained_prompts
     # The last transition does not reach the decoded image, so it is never trained. The small term undoes
     # binary rounding: 0.29 * 100 is 28.999999999999996.
     trained = math.floor(train.timestep_fraction * (config.sampler.num_steps - 1) + 1e-9)
-    transitions = images * trained
+    transitions = trained_prompts * train.candidates * trained
     per_update = transitions // train.updates_per_rollout
     return Counts(
-        prompts=config.data.prompts_per_iteration,
+        prompts=prompts,
         candidates=train.candidates,
         images=images,
+        trained_prompts=trained_prompts,
+        trained_images=trained_prompts * train.candidates,
         steps=config.sampler.num_steps,
         stochastic_steps=trained if config.sampler.stochastic == "trained" else config.sampler.num_steps,
         trained_per_image=trained,
@@ -67,6 +73,7 @@ def check_counts(config: Config, file: str = "config", overrides: Mapping[str, s
         return " with ".join(given + ([file] if len(given) < len(keys) else []))
 
     images = ("data.prompts_per_iteration", "train.candidates", "train.micro_batch")
+    trained = images if train.trained_prompts is None else ("train.trained_prompts", *images[1:])
     steps = ("sampler.num_steps", "train.timestep_fraction")
     if counts.trained_per_image < 1:
         smallest = math.ceil(1e4 / (counts.steps - 1)) / 1e4
@@ -87,11 +94,16 @@ def check_counts(config: Config, file: str = "config", overrides: Mapping[str, s
             f"{train.micro_batch}; nearest valid train.micro_batch: "
             f"{_nearest(train.micro_batch, _divisors(counts.images))}"
         )
+    if counts.trained_prompts > counts.prompts:
+        raise ConfigError(
+            f"{origin('train.trained_prompts', 'data.prompts_per_iteration')}: train.trained_prompts = "
+            f"{counts.trained_prompts} is more than data.prompts_per_iteration = {counts.prompts}"
+        )
     if counts.transitions % (train.updates_per_rollout * train.micro_batch):
         calls = counts.transitions // train.micro_batch
         raise ConfigError(
-            f"{origin(*images, *steps, 'train.updates_per_rollout')}: {counts.transitions} trained transitions "
-            f"({counts.images} images x {counts.trained_per_image} steps) do not divide by "
+            f"{origin(*trained, *steps, 'train.updates_per_rollout')}: {counts.transitions} trained transitions "
+            f"({counts.trained_images} images x {counts.trained_per_image} steps) do not divide by "
             f"train.updates_per_rollout * train.micro_batch = {train.updates_per_rollout} * {train.micro_batch}; "
             f"nearest valid train.updates_per_rollout: {_nearest(train.updates_per_rollout, _divisors(calls))}"
         )
@@ -126,7 +138,7 @@ def counts_table(config: Config) -> str:
             c.steps,
             f"{c.stochastic_steps} of them stochastic, {c.trained_per_image} trained per image",
         ),
-        ("trained transitions", c.transitions, f"{c.images} x {c.trained_per_image}"),
+        ("trained transitions", c.transitions, f"{c.trained_images} x {c.trained_per_image}"),
         (
             "updates",
             c.updates,

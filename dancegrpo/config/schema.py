@@ -131,6 +131,11 @@ class TrainConfig:
     timestep_fraction: float = _key(
         0.6, "share of the steps, the last one left out, that is trained per image", above=0.0, maximum=1.0
     )
+    trained_prompts: int | None = _key(
+        None,
+        "prompts of an iteration that are trained on: those whose candidates' rewards differ most; null: all",
+        minimum=1,
+    )
     timestep_selection: str = _key(
         "random",
         "'random' draws the trained steps anew for every image, 'first' takes those with the most noise, which decide "

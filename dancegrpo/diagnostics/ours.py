@@ -86,7 +86,12 @@ class OurIteration:
         trainer, train, counts = self.trainer, self.config.train, self.trainer.counts
         trajectory = trainer.rollout(1)
         chosen = select_transitions(
-            counts.images, counts.steps - 1, counts.trained_per_image, train.seed, 1, train.timestep_selection
+            np.arange(counts.images),
+            counts.steps - 1,
+            counts.trained_per_image,
+            train.seed,
+            1,
+            train.timestep_selection,
         )
         random = noise.generator("benchmark", "ratios", train.seed)
         moves = 2 * train.clip_range * random.uniform(-1, 1, trajectory.log_probs.shape)

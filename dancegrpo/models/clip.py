@@ -191,6 +191,7 @@ class CLIPTextModel(nn.Cell):
 
     config_class = CLIPTextConfig
     class_name = "CLIPTextModel"
+    library = "transformers"
     ignored_weights = ("text_model.embeddings.position_ids",)
 
     def __init__(self, config: CLIPTextConfig):
@@ -271,6 +272,7 @@ class CLIPModel(nn.Cell):
     output_names = ("logits_per_image", "image_embeds", "text_embeds", "vision_pooled")
     config_class = CLIPConfig
     class_name = "CLIPModel"
+    library = "transformers"
     ignored_weights = ("text_model.embeddings.position_ids", "vision_model.embeddings.position_ids")
 
     def __init__(self, config: CLIPConfig):

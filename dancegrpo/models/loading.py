@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from importlib import import_module
 from pathlib import Path
 
 import mindspore as ms
@@ -11,12 +12,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dancegrpo.config import ConfigError
-from dancegrpo.models.autoencoder import PatchAutoencoder
-from dancegrpo.models.clip import CLIPModel, CLIPTextModel
-from dancegrpo.models.flux import FluxTransformer2DModel
 
-_MODELS = {
-    model.class_name: model for model in (FluxTransformer2DModel, PatchAutoencoder, CLIPModel, CLIPTextModel)
+# Class name in config.json -> module of dancegrpo.models that has a class of that name; imported when asked for.
+_MODULES = {
+    "CLIPModel": "clip",
+    "CLIPTextModel": "clip",
+    "FluxTransformer2DModel": "flux",
+    "PatchAutoencoder": "autoencoder",
 }
 _DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
 _TRANSFORMERS_WEIGHTS = "model.safetensors"
@@ -66,9 +68,11 @@ def read_config(folder: Path) -> dict:
 def build_model(config: dict, source: str, **options) -> nn.Cell:
     """A model with random weights from a parsed `config.json`; `source` names it in messages."""
     name = config.get("_class_name") or (config.get("architectures") or [None])[0]
-    if name not in _MODELS:
-        raise ConfigError(f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODELS))}")
-    model_class = _MODELS[name]
+    if name not in _MODULES:
+        raise ConfigError(
+            f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODULES))}"
+        )
+    model_class = getattr(import_module(f"dancegrpo.models.{_MODULES[name]}"), name)
     try:
         model = model_class(
             model_class.config_class.from_dict(config)
@@ -159,7 +163,7 @@ def save_model(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dataclasses.asdict(model.config)
-    is_transformers = model.class_name.startswith("CLIP")
+    is_transformers = getattr(model, "library", "diffusers") == "transformers"
     header = {"architectures": [model.class_name]} if is_transformers else {"_class_name": model.class_name}
     (folder / "config.json").write_text(json.dumps(header | config, indent=2) + "\n", encoding="utf-8")
     arrays = parameter_arrays(model) if weights is None else weights

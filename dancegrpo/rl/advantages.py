@@ -65,6 +65,16 @@ def dead_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
     return groups.max(axis=1) == groups.min(axis=1)
 
 
+def most_informative_groups(rewards: np.ndarray, group_size: int, count: int) -> np.ndarray:
+    """int (count,), ascending: the groups whose rewards differ most (by standard deviation; of equals the first).
+
+    A group that is all right or all wrong costs as much to train on as any other and says nothing: to sample more
+    groups than are trained is DAPO's dynamic sampling (Yu et al., 2025, section 3.2) with fixed shapes.
+    """
+    spread = np.asarray(rewards, np.float64).reshape(-1, group_size).std(axis=1)
+    return np.sort(np.argsort(-spread, kind="stable")[:count])
+
+
 def shuffle_in_groups(values: np.ndarray, group_size: int, generator: np.random.Generator) -> np.ndarray:
     """``values`` (N,) permuted within each group: the control that keeps statistics, not signal."""
     return generator.permuted(np.asarray(values).reshape(-1, group_size), axis=1).reshape(-1)

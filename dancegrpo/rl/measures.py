@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dancegrpo.rl.advantages import dead_groups
 from dancegrpo.rl.update import UpdateStats
+
+
+def group_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
+    """`groups/dead`: the share of groups in which all candidates have the same total reward (N,)."""
+    return {"groups/dead": float(dead_groups(rewards, group_size).mean())}
 
 
 def reward_metrics(scores: Mapping[str, np.ndarray], group_size: int) -> dict[str, float]:

@@ -15,11 +15,11 @@ from tqdm import tqdm
 from dancegrpo.config import Config, derive_counts
 from dancegrpo.data import PromptSet
 from dancegrpo.diffusion import PolicyStep, Sampler
-from dancegrpo.rl.advantages import make_advantage_rule, shuffle_in_groups
+from dancegrpo.rl.advantages import make_advantage_rule, most_informative_groups, shuffle_in_groups
 from dancegrpo.rl.chain import make_chain
 from dancegrpo.rl.clipping import clip_verdict
 from dancegrpo.rl.guard import FiniteGuard, RatioCheck
-from dancegrpo.rl.measures import reward_metrics, update_metrics
+from dancegrpo.rl.measures import group_metrics, reward_metrics, update_metrics
 from dancegrpo.rl.objectives import make_objective
 from dancegrpo.rl.run_state import RunState, load_run_state, save_run_state
 from dancegrpo.rl.samples import SampleGrid
@@ -138,8 +138,14 @@ class Trainer:
             )
         return advantages
 
-    def update(self, trajectory: Trajectory, advantages: np.ndarray) -> dict[str, float]:
-        """All updates of an iteration; returns their metrics.
+    def choose(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
+        """int, ascending: the images that are trained on, those of the prompts whose rewards differ most."""
+        size = self.counts.candidates
+        groups = most_informative_groups(self.reward_set.total(scores), size, self.counts.trained_prompts)
+        return (groups[:, None] * size + np.arange(size)).reshape(-1)
+
+    def update(self, trajectory: Trajectory, advantages: np.ndarray, images: np.ndarray) -> dict[str, float]:
+        """All updates of an iteration, on the transitions of the given images; returns their metrics.
 
         Raises:
             NotFinite: too many updates in a row were not finite.
@@ -147,7 +153,7 @@ class Trainer:
         """
         counts, train = self.counts, self.config.train
         chosen = select_transitions(
-            counts.images,
+            images,
             min(counts.steps - 1, counts.stochastic_steps),
             counts.trained_per_image,
             train.seed,
@@ -227,9 +233,10 @@ class Trainer:
                     self._skip(f"the reward {bad[0]!r}", iteration)
                 measured = self._update_metrics([], self.counts.updates)
             else:
-                measured = self.update(trajectory, self.advantage(scores, iteration))
+                measured = self.update(trajectory, self.advantage(scores, iteration), self.choose(scores))
         metrics = {"iteration": iteration, "images": self.counts.images}
         metrics |= reward_metrics(scores, self.counts.candidates)
+        metrics |= group_metrics(self.reward_set.total(scores), self.counts.candidates)
         metrics |= measured | self.timer.metrics() | {"memory/peak_rss_mb": probes.peak_rss_mb()}
         return metrics, float(np.mean(self.reward_set.total(scores)))
 

@@ -65,13 +65,14 @@ class Trajectory:
 
 
 def select_transitions(
-    images: int, trainable: int, per_image: int, seed: int, iteration: int, selection: str = "random"
+    images: np.ndarray, trainable: int, per_image: int, seed: int, iteration: int, selection: str = "random"
 ) -> np.ndarray:
-    """Which transitions are trained, int (images * per_image, 2) of image and step, in training order.
+    """Which transitions are trained, int (len(images) * per_image, 2) of image and step, in training order.
 
-    For each image ``per_image`` of the first ``trainable`` steps. The last step of a chain is never one of them: it
-    does not touch the decoded image, which is the clean prediction made before it. The order is random, so that each
-    update sees all prompts and noise levels. Both are pure functions of the arguments.
+    For each of the ``images`` (their numbers in the rollout) ``per_image`` of the first ``trainable`` steps. The last
+    step of a chain is never one of them: it does not touch the decoded image, which is the clean prediction made
+    before it. The order is random, so that each update sees all prompts and noise levels. Both are pure functions of
+    the arguments.
 
     Args:
         selection: "random" draws the steps of each image without replacement, "first" takes the noisiest ones.
@@ -80,7 +81,7 @@ def select_transitions(
         noise.generator("timesteps", seed, iteration, image).permutation(trainable)[:per_image]
         if selection == "random"
         else np.arange(per_image)
-        for image in range(images)
+        for image in images
     ]
-    pairs = np.stack([np.repeat(np.arange(images), per_image), np.concatenate(drawn)], axis=1)
+    pairs = np.stack([np.repeat(images, per_image), np.concatenate(drawn)], axis=1)
     return noise.generator("order", seed, iteration).permutation(pairs)
