@@ -95,11 +95,17 @@ def test_samples_depend_on_seed_and_index_only():
     assert not np.array_equal(sample_batch(4, 10, 6)[0], images)
 
 
+@pytest.mark.parametrize("objects", [False, True])
 @pytest.mark.parametrize("category", CATEGORIES)
-def test_hard_negatives_are_other_scenes_and_never_held_out_ones(category):
+def test_hard_negatives_are_other_scenes_and_never_held_out_ones(category, objects):
     rng = np.random.default_rng(0)
     train = {scene for members in scenes("train").values() for scene in members}
+    things = set()
     for _ in range(200):
         scene = pick_scene(category, "train", rng)
-        other = scene_of(hard_negative(scene, rng))
+        other = scene_of(hard_negative(scene, rng, objects))
         assert other in train and _meaning(other) != _meaning(scene)
+        things.add(len(other.objects) - len(scene.objects))
+    assert things == (
+        {0} if not objects or category == "counting" else {0, 1} if scene.total == 1 else {0, -1}
+    )

@@ -127,3 +127,13 @@ def test_verdicts_do_not_depend_on_the_batch_and_wrong_input_is_named(judge, pic
         judge.verify_batch(images.astype(np.float32), found)
     with pytest.raises(ValueError, match="scenes"):
         judge.verify_batch(images, found[:-1])
+
+
+def test_scenes_shown_are_those_with_a_correct_verdict(pictures):
+    """The reward CLIP learns from the one, the rule reward gives the other."""
+    _, images, found, near = (sum((list(p[k]) for p in pictures.values()), []) for k in range(4))
+    asked = list(dict.fromkeys(found + near))
+    for blobs in reward_verifier.find_blobs(np.stack(images))[::4]:
+        shown = reward_verifier.scenes_shown(blobs)
+        right = {scene for scene in (*asked, *shown) if reward_verifier.judge(blobs, scene).correct}
+        assert right == set(shown) and len(shown) == len(set(shown))

@@ -22,6 +22,13 @@ class Stage(ABC):
     recipe: StageRecipe
     loss: nn.Cell
 
+    def prepare(self, folder: Path) -> None:
+        """What must be there before the first step; `folder` is the stage's own work folder.
+
+        Called on resume, too. Most stages need nothing.
+        """
+        return
+
     @abstractmethod
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs of the loss at a step, a pure function of the step."""
@@ -40,6 +47,7 @@ def run_stage(stage: Stage, work: Path) -> None:
     folder = work / stage.name
     folder.mkdir(parents=True, exist_ok=True)
     recipe = stage.recipe
+    stage.prepare(folder)
     step_graph = TrainStep(stage.loss, recipe)
     state_file, loss_file = folder / "state.safetensors", folder / "losses.jsonl"
     start = 0

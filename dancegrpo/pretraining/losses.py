@@ -48,6 +48,27 @@ class ClipLoss(nn.Cell):
         return 0.5 * (to_text + to_image) / batch
 
 
+class JudgeLoss(nn.Cell):
+    """Weighted binary cross entropy over pairs of pictures and captions (SigLIP: Zhai et al., 2023).
+
+    The logit of "this caption is true of this picture" is (cosine - threshold) / temperature with both constants
+    fixed, so that the cosine alone stays the score.
+    """
+
+    def __init__(self, model: CLIPModel, threshold: float, temperature: float):
+        super().__init__()
+        self.model = model
+        self.threshold, self.slope = threshold, 1.0 / temperature
+
+    def construct(self, pixels: Tensor, ids: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        """pixels (N, 3, H, W), ids (M, L), target (N, M) in [0, 1], weight (N, M) with sum 1."""
+        image = self.model.get_image_features(self.model.preprocess(pixels))
+        text = self.model.get_text_features(ids)
+        logits = (ops.matmul(image, text.transpose((1, 0))) - self.threshold) * self.slope
+        entropy = ops.relu(logits) + ops.log1p(ops.exp(-ops.abs(logits))) - target * logits
+        return (weight * entropy).sum()
+
+
 class FlowLoss(nn.Cell):
     """Rectified flow (Liu et al., 2022): mean squared error of the velocity eps - x0 at x = (1-s) x0 + s eps."""
 

@@ -1,6 +1,9 @@
-"""What the shipped weights were trained with: sizes, lengths and rates of the three stages."""
+"""What the shipped weights were trained with: sizes, lengths and rates of the four stages."""
 
 from dataclasses import dataclass, field
+
+STAGES = ("vae", "clip", "flow", "reward")
+"""The stages in their order; each needs the ones before it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,30 @@ class FlowRecipe(StageRecipe):
 
 
 @dataclass(frozen=True)
+class RewardRecipe(StageRecipe):
+    """The reward CLIP: the CLIP of stage 2 learns to judge pictures that the flow model paints."""
+
+    steps: int = 800
+    batch_size: int = 96  # pictures; groups * group_size of them are painted ones
+    learning_rate: float = 7e-4
+    groups: int = 16  # prompts whose pictures meet in a batch
+    group_size: int = 4
+    threshold: float = 0.5
+    temperature: float = 0.1
+    smoothing: float = 0.1  # targets are this far from 0 and 1
+    close_share: float = (
+        0.75  # of the loss: pairs of a picture with its own prompt, its caption, near misses of them
+    )
+    prompts: int = 768  # of the train split, painted
+    rollout_images: int = 4  # pictures of a prompt as RL rollouts paint them,
+    noisy_images: int = 2  # with noise in every step,
+    evaluation_images: int = 1  # and as evaluation does
+    renders: int = 1536
+    held_out_prompts: int = 240  # of the validation list, for the figures
+    held_out_images: int = 8  # of each, half as many as evaluation paints them
+
+
+@dataclass(frozen=True)
 class RunRecipe:
     """What the stages share: `seed` names every draw of weights, data and noise."""
 
@@ -74,9 +101,10 @@ class RunRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three stages in their order."""
+    """The four stages in their order."""
 
     run: RunRecipe = field(default_factory=RunRecipe)
     vae: VaeRecipe = field(default_factory=VaeRecipe)
     clip: ClipRecipe = field(default_factory=ClipRecipe)
     flow: FlowRecipe = field(default_factory=FlowRecipe)
+    reward: RewardRecipe = field(default_factory=RewardRecipe)

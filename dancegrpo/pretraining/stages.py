@@ -1,4 +1,4 @@
-"""The three stages: autoencoder, CLIP, FLUX. Each needs what the earlier ones exported."""
+"""The first three stages: autoencoder, CLIP, FLUX. Each needs what the earlier ones exported."""
 
 import dataclasses
 import math
@@ -19,10 +19,11 @@ from dancegrpo.pipelines.latents import image_ids, pack_latents
 from dancegrpo.pretraining.loop import Stage
 from dancegrpo.pretraining.losses import AutoencoderLoss, ClipLoss, FlowLoss
 from dancegrpo.pretraining.recipe import Recipe
+from dancegrpo.pretraining.scoring import near_miss_accuracy, pair_score, to_pixels
 from dancegrpo.runtime import noise
 from dancegrpo.runtime.batching import run_batched
 
-_SHIPPED_DTYPE = "float16"
+SHIPPED_DTYPE = "float16"
 _LATENT_SAMPLES = 2048  # images over which the latent statistics are taken
 
 
@@ -36,11 +37,6 @@ def _initialize(cell: nn.Cell, seed: int, name: str) -> None:
                 array.shape, np.float32
             )
             parameter.set_data(Tensor(draw / math.sqrt(fan_in)))
-
-
-def _pixels(images: np.ndarray) -> np.ndarray:
-    """uint8 (N, H, W, 3) to float32 (N, 3, H, W) in [0, 1]."""
-    return np.ascontiguousarray(images.transpose(0, 3, 1, 2)).astype(np.float32) / 255.0
 
 
 class AutoencoderStage(Stage):
@@ -67,11 +63,11 @@ class AutoencoderStage(Stage):
         draw = noise.generator("vae", self.seed, step).standard_normal(
             (count, *self.latent_shape), np.float32
         )
-        return _pixels(images) * 2.0 - 1.0, draw
+        return to_pixels(images) * 2.0 - 1.0, draw
 
     def export(self, folder: Path) -> dict:
         images, _, _ = sample_batch(self.seed, 10**8, _LATENT_SAMPLES)
-        pixels = _pixels(images) * 2.0 - 1.0
+        pixels = to_pixels(images) * 2.0 - 1.0
         encode = _Encode(self.model)
         latents = run_batched(lambda x: encode(Tensor(x)), (pixels,), 64)
         shift, scale = float(latents.mean()), float(1.0 / latents.std())
@@ -80,7 +76,7 @@ class AutoencoderStage(Stage):
         )
         decoded = run_batched(lambda x: self.model(Tensor(x))[0], (pixels[:512],), 64)
         error = np.mean((np.clip(decoded, -1, 1) - pixels[:512]) ** 2) / 4.0
-        save_model(self.model, folder / "vae", dtype=_SHIPPED_DTYPE)
+        save_model(self.model, folder / "vae", dtype=SHIPPED_DTYPE)
         return {"psnr_db": round(float(-10.0 * np.log10(error)), 2)}
 
 
@@ -138,10 +134,10 @@ class ClipStage(Stage):
         images, captions, scenes = sample_batch(self.seed, 10**9 + step * count, count)
         rng = noise.generator("clip", self.seed, step)
         ids = self.tokenizer(captions + [hard_negative(scene, rng) for scene in scenes])
-        return _pixels(images), ids, 1e4 * _also_true(scenes, count)
+        return to_pixels(images), ids, 1e4 * _also_true(scenes, count)
 
     def export(self, folder: Path) -> dict:
-        save_model(self.model, folder / "reward_clip", dtype=_SHIPPED_DTYPE)
+        save_model(self.model, folder / "reward_clip", dtype=SHIPPED_DTYPE)
         save_word_tokenizer(vocabulary(), self.recipe.context, folder / "reward_clip")
         text = CLIPTextModel(self.model.config.text_config)
         arrays = {
@@ -149,8 +145,8 @@ class ClipStage(Stage):
             for name, array in parameter_arrays(self.model).items()
             if name.startswith("text_model.")
         }
-        save_model(text, folder / "text_encoder", dtype=_SHIPPED_DTYPE, weights=arrays)
-        return _retrieval(self)
+        save_model(text, folder / "text_encoder", dtype=SHIPPED_DTYPE, weights=arrays)
+        return near_miss_accuracy(pair_score(self.model, self.tokenizer), self.seed)
 
 
 def _may_both_hold(a: Scene, b: Scene) -> bool:
@@ -177,33 +173,6 @@ def _also_true(scenes: list[Scene], count: int) -> np.ndarray:
             if i != j and keys[i] == keys[j] and _may_both_hold(scenes[i], scenes[j]):
                 mask[i, j] = 1.0
     return mask
-
-
-def _retrieval(stage: ClipStage) -> dict:
-    """Share of held-out validation pictures that score their caption above a near miss of it, per category."""
-    images, captions, scenes = sample_batch(stage.seed, 2 * 10**9, 960, split="validation")
-    rng = noise.generator("clip-validation", stage.seed)
-    misses = stage.tokenizer([hard_negative(scene, rng) for scene in scenes])
-    scores = _PairScores(stage.model)
-    true, false = (
-        run_batched(lambda x, ids: scores(Tensor(x), Tensor(ids)), (_pixels(images), ids), 96)
-        for ids in (stage.tokenizer(captions), misses)
-    )
-    result = {}
-    for category in sorted({scene.category for scene in scenes}):
-        rows = np.array([scene.category == category for scene in scenes])
-        result[f"near_miss_accuracy/{category}"] = round(float((true[rows] > false[rows]).mean()), 4)
-    return result
-
-
-class _PairScores(nn.Cell):
-    def __init__(self, model: CLIPModel):
-        super().__init__()
-        self.model = model
-
-    def construct(self, pixels: Tensor, ids: Tensor) -> Tensor:
-        image = self.model.get_image_features(self.model.preprocess(pixels))
-        return (image * self.model.get_text_features(ids)).sum(-1)
 
 
 class FlowStage(Stage):
@@ -243,7 +212,7 @@ class FlowStage(Stage):
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         count = self.recipe.batch_size
         images, captions, _ = sample_batch(self.seed, 3 * 10**9 + step * count, count)
-        latents = self.encode(Tensor(_pixels(images) * 2.0 - 1.0)).asnumpy()
+        latents = self.encode(Tensor(to_pixels(images) * 2.0 - 1.0)).asnumpy()
         states, pooled = self.text(Tensor(self.tokenizer(captions)))
         rng = noise.generator("flow", self.seed, step)
         draw = rng.standard_normal((count, *self.shape), np.float32)
@@ -258,7 +227,7 @@ class FlowStage(Stage):
         )
 
     def export(self, folder: Path) -> dict:
-        save_model(self.model, folder / "transformer", dtype=_SHIPPED_DTYPE)
+        save_model(self.model, folder / "transformer", dtype=SHIPPED_DTYPE)
         return {"parameters": int(sum(p.size for p in self.model.get_parameters()))}
 
 

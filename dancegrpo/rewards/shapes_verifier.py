@@ -19,7 +19,18 @@ from PIL import Image, ImageDraw
 from scipy import ndimage
 
 from ..data.shapes_world.render import outline
-from ..data.shapes_world.world import CELL, COLOR_NAMES, COLORS, IMAGE_SIZE, RADIUS, SHAPES, Scene
+from ..data.shapes_world.world import (
+    CELL,
+    COLOR_NAMES,
+    COLORS,
+    COUNTS,
+    IMAGE_SIZE,
+    RADIUS,
+    RELATIONS,
+    SHAPES,
+    Object,
+    Scene,
+)
 
 _PATCH = 24
 _MARGIN = _PATCH // 2
@@ -254,8 +265,41 @@ def relation_holds(relation: str, first: tuple[float, float], second: tuple[floa
     return along > CELL / 2 and along > abs(across)
 
 
-def _judge(blobs: list[Blob] | None, scene: Scene) -> Verdict:
-    """Facts that the scene requires, each with its credit; the best assignment of blobs to things counts.
+def scenes_shown(blobs: list[Blob] | None) -> tuple[Scene, ...]:
+    """All scenes of the world that a picture with these blobs shows: those for which its verdict is correct.
+
+    The quick way when one picture meets many captions. Empty for a picture that no caption fits.
+    """
+    if not blobs or not all(blob.accepted for blob in blobs):
+        return ()
+    colors = [blob.color for blob in blobs]
+    if len({blob.shape for blob in blobs}) == 1:
+        shape, count = blobs[0].shape, len(blobs)
+        if count > max(COUNTS):
+            return ()
+        named = {None, colors[0]} if len(set(colors)) == 1 else {None}
+        plain, colored = ("single_object", "colors") if count == 1 else ("counting", "counting")
+        return tuple(
+            Scene(colored if c else plain, (Object(shape, c, count),)) for c in sorted(named, key=str)
+        )
+    if len(blobs) != 2:
+        return ()
+    found = []
+    for a, b in (blobs, blobs[::-1]):
+        relations = [None, *(r for r in RELATIONS if relation_holds(r, a.center, b.center))]
+        pairs = [(Object(a.shape), Object(b.shape))]
+        if None not in colors and a.color != b.color:
+            pairs.append((Object(a.shape, a.color), Object(b.shape, b.color)))
+        for pair in pairs:
+            without = "two_objects" if pair[0].color is None else "color_attribution"
+            found += [Scene("position" if r else without, pair, r) for r in relations]
+    return tuple(found)
+
+
+def judge(blobs: list[Blob] | None, scene: Scene) -> Verdict:
+    """The verdict on a picture with these blobs (`find_blobs`).
+
+    Facts that the scene requires, each with its credit; the best assignment of blobs to things counts.
 
     For each thing: its shape (half for a blob that only resembles it) and, where named, its colour; for a
     relation two facts' worth, for a thing left out or too much a share of one fact.
@@ -302,7 +346,7 @@ def verify_batch(images: np.ndarray, scenes: Sequence[Scene]) -> list[Verdict]:
         raise ValueError(f"{len(images)} images but {len(scenes)} scenes")
     if not len(scenes):
         return []
-    return [_judge(blobs, scene) for blobs, scene in zip(find_blobs(images), scenes, strict=True)]
+    return [judge(blobs, scene) for blobs, scene in zip(find_blobs(images), scenes, strict=True)]
 
 
 def verify(image: np.ndarray, scene: Scene) -> Verdict:

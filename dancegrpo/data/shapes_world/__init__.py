@@ -1,6 +1,14 @@
 """The shapes world: procedural pictures with captions in the six GenEval categories."""
 
-from .captions import captions_of, hard_negative, near_misses, pick_caption, scene_of, vocabulary
+from .captions import (
+    captions_of,
+    hard_negative,
+    near_misses,
+    object_misses,
+    pick_caption,
+    scene_of,
+    vocabulary,
+)
 from .render import placements, render, shape_mask
 from .sampling import CATEGORY_WEIGHTS, pick_scene, sample, sample_batch
 from .world import (
@@ -33,6 +41,7 @@ __all__ = [
     "captions_of",
     "hard_negative",
     "near_misses",
+    "object_misses",
     "pick_caption",
     "pick_scene",
     "placements",

@@ -151,12 +151,39 @@ def near_misses(scene: Scene) -> dict[str, tuple[Scene, ...]]:
     return {kind: tuple(found) for kind, found in kinds.items() if found}
 
 
-def hard_negative(scene: Scene, rng: np.random.Generator) -> str:
+@cache
+def object_misses(scene: Scene) -> tuple[Scene, ...]:
+    """Scenes with one more or one fewer kind of thing than `scene`; none is ever true of a picture of it.
+
+    One thing alone gains another, named alike (with a colour or without); of two either one stays. Things that are
+    counted have their near misses in `near_misses`. The same splits hold as there.
+    """
+    if scene.total > 1 and len(scene.objects) == 1:
+        return ()
+    if len(scene.objects) == 2:
+        found = [Scene(_category((thing,), None), (thing,)) for thing in scene.objects]
+    else:
+        (thing,) = scene.objects
+        colors = [None] if thing.color is None else [c for c in COLOR_NAMES if c != thing.color]
+        others = [Object(s, c) for s in SHAPES if s != thing.shape for c in colors]
+        pairs = [pair for other in others for pair in ((thing, other), (other, thing))]
+        found = [Scene(_category(pair, None), pair) for pair in pairs]
+    if split_of(scene) in (None, "train"):
+        found = [s for s in found if split_of(s) in (None, "train")]
+    return tuple(found)
+
+
+def hard_negative(scene: Scene, rng: np.random.Generator, objects: bool = False) -> str:
     """Caption of a random near miss: first the kind of fact is drawn, then the scene, then the wording.
 
     Swaps and relations, which a bag of words cannot tell apart, are drawn twice as often as other kinds.
+
+    Args:
+        objects: a thing too many or too few counts as a kind, too (`object_misses`).
     """
     kinds = near_misses(scene)
+    if objects and object_misses(scene):
+        kinds = kinds | {"objects": object_misses(scene)}
     names = list(kinds)
     weights = np.array([2.0 if name in ("swap", "relation") else 1.0 for name in names])
     kind = kinds[names[int(rng.choice(len(names), p=weights / weights.sum()))]]
