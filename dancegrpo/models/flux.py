@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from mindspore import Tensor, nn, ops
 
-from dancegrpo.models.layers import Linear, TextProjection, TimestepEmbedding
+from dancegrpo.models.layers import Linear
+from dancegrpo.models.transformer_layers import ContinuousNorm, FeedForward, Modulation, TimeTextEmbedding
 from dancegrpo.ops import (
     BiasGELU,
     GatedResidual,
@@ -54,44 +55,6 @@ class FluxConfig:
     @property
     def inner_dim(self) -> int:
         return self.attention_head_dim * self.num_attention_heads
-
-
-class Modulation(nn.Cell):
-    """`count` vectors of size `dim` from the conditioning vector after its SiLU, each (B, 1, dim) in float32.
-
-    One product each on a slice of the weight would be slower; the product is one, the slices are of a (B, ...)
-    vector, not of the tokens.
-    """
-
-    def __init__(self, dim: int, count: int):
-        super().__init__()
-        self.linear = Linear(dim, count * dim)
-        self.dim, self.count = dim, count
-
-    def construct(self, condition: Tensor):
-        parts = float32(self.linear(condition)).reshape((-1, 1, self.count * self.dim))
-        return ops.split(parts, self.dim, axis=-1)
-
-
-class FeedForward(nn.Cell):
-    """Linear, tanh GELU, linear without its bias; named as diffusers' FeedForward (`net.0.proj`, `net.2`)."""
-
-    def __init__(self, dim: int, mult: int = 4):
-        super().__init__()
-        self.net = nn.CellList([_Projection(dim, mult * dim), nn.Identity(), Linear(mult * dim, dim)])
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.net[2].without_bias(self.net[0](x))
-
-
-class _Projection(nn.Cell):
-    def __init__(self, dim: int, inner: int):
-        super().__init__()
-        self.proj = Linear(dim, inner)
-        self.act = BiasGELU()
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.act(self.proj.without_bias(x), self.proj.bias)
 
 
 class JointAttention(nn.Cell):
@@ -216,38 +179,6 @@ class FluxSingleTransformerBlock(nn.Cell):
         return self.add(x, gate, self.proj_out.without_bias(branches), self.proj_out.bias)
 
 
-class _NormOut(nn.Cell):
-    """Final modulated norm; diffusers' AdaLayerNormContinuous gives scale before shift."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.linear = Linear(dim, 2 * dim)
-        self.normalize = ModulatedLayerNorm(dim, 1e-6)
-        self.dim = dim
-
-    def construct(self, x: Tensor, condition: Tensor) -> Tensor:
-        parts = float32(self.linear(condition)).reshape((-1, 1, 2 * self.dim))
-        scale, shift = ops.split(parts, self.dim, axis=-1)
-        return self.normalize(x, scale, shift)
-
-
-class _TimeTextEmbedding(nn.Cell):
-    def __init__(self, config: FluxConfig):
-        super().__init__()
-        dim = config.inner_dim
-        self.timestep_embedder = TimestepEmbedding(dim)
-        self.guidance_embeds = config.guidance_embeds
-        if config.guidance_embeds:
-            self.guidance_embedder = TimestepEmbedding(dim)
-        self.text_embedder = TextProjection(config.pooled_projection_dim, dim)
-
-    def construct(self, timestep: Tensor, guidance: Tensor | None, pooled: Tensor) -> Tensor:
-        y = self.timestep_embedder(timestep)
-        if self.guidance_embeds:
-            y = y + self.guidance_embedder(guidance)
-        return float32(y + self.text_embedder(pooled))
-
-
 class FluxTransformer2DModel(nn.Cell):
     """Velocity of packed latents under text, time and guidance."""
 
@@ -259,7 +190,9 @@ class FluxTransformer2DModel(nn.Cell):
         super().__init__()
         self.config = config
         self.pos_embed = RotaryFrequencies(tuple(config.axes_dims_rope))
-        self.time_text_embed = _TimeTextEmbedding(config)
+        self.time_text_embed = TimeTextEmbedding(
+            config.inner_dim, config.pooled_projection_dim, config.guidance_embeds
+        )
         self.act = SiLU()  # before every modulation: once for all
         self.context_embedder = Linear(config.joint_attention_dim, config.inner_dim)
         self.x_embedder = Linear(config.in_channels, config.inner_dim)
@@ -269,7 +202,7 @@ class FluxTransformer2DModel(nn.Cell):
         self.single_transformer_blocks = nn.CellList(
             [FluxSingleTransformerBlock(config) for _ in range(config.num_single_layers)]
         )
-        self.norm_out = _NormOut(config.inner_dim)
+        self.norm_out = ContinuousNorm(config.inner_dim)
         self.proj_out = Linear(config.inner_dim, config.out_channels or config.in_channels)
 
     def construct(
@@ -299,7 +232,7 @@ class FluxTransformer2DModel(nn.Cell):
         if self.config.guidance_embeds:
             guidance = float32(guidance) * 1000.0
         cos, sin = self.pos_embed(float32(ops.concat((txt_ids, img_ids), axis=0)))
-        condition = self.act(self.time_text_embed(float32(timestep) * 1000.0, guidance, pooled_projections))
+        condition = self.act(self.time_text_embed(float32(timestep) * 1000.0, pooled_projections, guidance))
         x = float32(self.x_embedder(hidden_states))
         text = float32(self.context_embedder(encoder_hidden_states))
         for block in self.transformer_blocks:

@@ -61,14 +61,15 @@ class Embedding(nn.Cell):
 class TimestepEmbedding(nn.Cell):
     """Sinusoidal features of a scalar, then linear, SiLU, linear (diffusers' Timesteps + TimestepEmbedding).
 
-    The features are [cos, sin] at frequencies 10000^(-k / (d/2)), in float32: at t near 1000 a 16-bit angle
-    has lost its phase.
+    The features are [cos, sin] at frequencies 10000^(-k / (d/2 - frequency_shift)), in float32: at t near 1000 a
+    16-bit angle has lost its phase.
     """
 
-    def __init__(self, dim: int, channels: int = 256):
+    def __init__(self, dim: int, channels: int = 256, frequency_shift: float = 0.0):
         super().__init__()
         half = channels // 2
-        frequency = np.exp(-math.log(10000.0) * np.arange(half, dtype=np.float32) / half)
+        k = np.arange(half, dtype=np.float32)
+        frequency = np.exp(-math.log(10000.0) * k / (half - frequency_shift))
         self.frequency = Tensor(frequency.reshape(1, half).astype(np.float32))
         self.linear_1 = Linear(channels, dim)
         self.act = SiLU()

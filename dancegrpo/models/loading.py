@@ -17,9 +17,15 @@ from dancegrpo.config import ConfigError
 _MODULES = {
     "CLIPModel": "clip",
     "CLIPTextModel": "clip",
+    "DiTTransformer2DModel": "dit",
     "FluxTransformer2DModel": "flux",
     "PatchAutoencoder": "autoencoder",
+    "PixArtTransformer2DModel": "pixart",
+    "SD3Transformer2DModel": "sd3",
 }
+# diffusers' older class for several models, told apart by `norm_type`: public DiT and PixArt folders name it.
+_OLDER_CLASS = "Transformer2DModel"
+_BY_NORM = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 _DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
 _TRANSFORMERS_WEIGHTS = "model.safetensors"
 
@@ -68,6 +74,8 @@ def read_config(folder: Path) -> dict:
 def build_model(config: dict, source: str, **options) -> nn.Cell:
     """A model with random weights from a parsed `config.json`; `source` names it in messages."""
     name = config.get("_class_name") or (config.get("architectures") or [None])[0]
+    if name == _OLDER_CLASS:
+        name = _BY_NORM.get(str(config.get("norm_type")), name)
     if name not in _MODULES:
         raise ConfigError(
             f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODULES))}"

@@ -1,0 +1,301 @@
+"""SD3, DiT and PixArt transformers against the reference implementations' numbers, forward and backward."""
+
+import dataclasses
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dancegrpo.runtime.setup import setup_runtime
+
+setup_runtime(compile_cache=False)
+
+import mindspore as ms  # noqa: E402
+from mindspore import Tensor, nn, ops  # noqa: E402
+
+from dancegrpo.config import ConfigError  # noqa: E402
+from dancegrpo.models import load_model, save_model  # noqa: E402
+from dancegrpo.models.dit import DiTConfig, DiTTransformer2DModel  # noqa: E402
+from dancegrpo.models.loading import named_parameters  # noqa: E402
+from dancegrpo.models.patches import PatchEmbed, sincos_table, unpatchify  # noqa: E402
+from dancegrpo.models.pixart import PixArtConfig  # noqa: E402
+from dancegrpo.models.sd3 import SD3Config  # noqa: E402
+
+GOLDEN = Path(__file__).parent / "golden" / "models"
+CASES = (
+    "sd3_medium_like",
+    "sd35_like_qknorm_dual",
+    "dit_xl_like",
+    "pixart_alpha_like_micro",
+    "pixart_sigma_like",
+)
+
+
+def relative(actual, expected) -> float:
+    """Largest deviation over the largest expected value, the error measure of the golden set."""
+    return float(np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max())
+
+
+def golden_case(name, dtype=None):
+    model = load_model(GOLDEN / name, dtype=dtype)
+    io = dict(np.load(GOLDEN / name / "io.npz"))
+    names = [key for key in inspect.signature(type(model).construct).parameters if f"in_{key}" in io]
+    return model, io, {key: Tensor(io[f"in_{key}"]) for key in names}
+
+
+class _Gradient(nn.Cell):
+    """Gradients of the weighted sum of the sample, by the names of inputs and by those of parameters."""
+
+    def __init__(self, model, weight, positions, parameters):
+        super().__init__()
+        self.model, self.weight = model, weight
+        self.gradient = ops.value_and_grad(self.loss, positions, ms.ParameterTuple(parameters))
+
+    def loss(self, *inputs):
+        return (self.model(*inputs)[0] * self.weight).sum()
+
+    def construct(self, *inputs):
+        return self.gradient(*inputs)
+
+
+def gradient_of_hidden_states(model, inputs, weight):
+    """Called with every input of `construct` in order, optional ones included."""
+    trained = {key: p for key, p in named_parameters(model).items() if p.requires_grad}
+    names = [key for key in inspect.signature(type(model).construct).parameters if key != "self"]
+    gradient = _Gradient(model, Tensor(weight), 0, trained.values())
+    _, (of_input, of_weights) = gradient(*[inputs.get(key) for key in names])
+    return of_input.asnumpy(), {key: g.asnumpy() for key, g in zip(trained, of_weights, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_equal_the_reference(name):
+    assert ms.get_context("mode") == ms.GRAPH_MODE
+    model, io, inputs = golden_case(name)
+    assert model.output_names == ("sample",)
+    sample = model(**inputs)[0].asnumpy()
+    assert sample.shape == io["out_sample"].shape
+    assert relative(sample, io["out_sample"]) < 2e-5
+
+    of_input, of_weights = gradient_of_hidden_states(model, inputs, io["cot_sample"])
+    assert relative(of_input, io["grad_in_hidden_states"]) < 1e-4
+    for key in io:
+        if key.startswith("grad_w__"):
+            assert relative(of_weights[key.removeprefix("grad_w__")], io[key]) < 1e-4, key
+    expected = dict(zip(io["param_names"], io["out_param_grad_l2"], strict=True))
+    assert set(expected) == set(of_weights)  # a table of positions is stored and not trained
+    norms = np.array([np.linalg.norm(of_weights[key].astype(np.float64)) for key in expected])
+    assert relative(norms, np.array(list(expected.values()))) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["sd35_like_qknorm_dual", "dit_xl_like", "pixart_alpha_like_micro"])
+def test_float16_products_stay_close_and_outputs_are_float32(name):
+    model, io, inputs = golden_case(name, dtype=ms.float16)
+    sample = model(**inputs)[0]
+    assert sample.dtype == ms.float32
+    assert 1e-6 < relative(sample.asnumpy(), io["out_sample"]) < 2e-2  # above zero: it did compute in float16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_saved_is_what_was_read(name, tmp_path):
+    from safetensors.numpy import load_file
+
+    save_model(load_model(GOLDEN / name), tmp_path)
+    read, saved = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path))
+    read.pop("_diffusers_version")
+    assert saved == read
+    file = "diffusion_pytorch_model.safetensors"
+    weights, again = load_file(GOLDEN / name / file), load_file(tmp_path / file)
+    assert weights.keys() == again.keys()
+    assert all(np.array_equal(weights[key], again[key]) for key in weights)
+
+
+def test_positions_of_the_stored_table_are_computed_alike():
+    """The reference's table, from its weights file, against ours, and its middle under a latent that is no square."""
+    model = load_model(GOLDEN / "sd35_like_qknorm_dual")
+    stored = model.pos_embed.pos_embed.asnumpy()[0]
+    assert np.abs(stored - sincos_table(12, 12, 32, 4, 1.0)).max() < 1e-6
+    model.pos_embed.proj.weight.set_data(ops.zeros_like(model.pos_embed.proj.weight))
+    model.pos_embed.proj.bias.set_data(ops.zeros_like(model.pos_embed.proj.bias))
+    positions = model.pos_embed(ops.zeros((1, 4, 6, 20), ms.float32)).asnumpy()
+    assert np.array_equal(positions.reshape(3, 10, 32), stored.reshape(12, 12, 32)[4:7, 1:11])
+
+
+def test_patch_embedding_is_the_convolution_it_stands_for():
+    embed = PatchEmbed(3, 8, 2, sample_size=8, interpolation_scale=2.0)
+    rng = np.random.default_rng(0)
+    latents = rng.standard_normal((2, 3, 4, 10)).astype(np.float32)
+    tokens = embed(Tensor(latents)).asnumpy()
+    weight = embed.proj.weight.asnumpy()
+    for row, column in ((0, 0), (1, 3), (1, 4)):
+        patch = latents[:, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+        # A grid of 2 x 5 spans the 4 x 4 positions of the sample size, halved by the interpolation scale.
+        position = [4 / 5 * column / 2, 4 / 2 * row / 2]
+        angle = np.outer(position, [1.0, 0.01])
+        added = np.concatenate([np.concatenate([np.sin(a), np.cos(a)]) for a in angle])
+        expected = np.einsum("bcpq,dcpq->bd", patch, weight) + added
+        assert np.abs(tokens[:, 5 * row + column] - expected).max() < 1e-5
+
+
+def test_unpatchify_puts_every_patch_back_in_its_place():
+    image = np.arange(2 * 3 * 4 * 6, dtype=np.float32).reshape(2, 3, 4, 6)
+    tokens = image.reshape(2, 3, 2, 2, 3, 2).transpose(0, 2, 4, 3, 5, 1).reshape(2, 6, 12)
+    assert np.array_equal(unpatchify(Tensor(tokens), 4, 6, 2).asnumpy(), image)
+
+
+def test_masked_text_tokens_have_no_say():
+    model, io, inputs = golden_case("pixart_sigma_like")
+    text = io["in_encoder_hidden_states"].copy()
+    text[io["in_encoder_attention_mask"] == 0] = 7.0
+    changed = model(**{**inputs, "encoder_hidden_states": Tensor(text)})[0].asnumpy()
+    assert relative(changed, io["out_sample"]) < 2e-5
+    inputs.pop("encoder_attention_mask")
+    everything = model(**inputs)[0].asnumpy()
+    assert relative(everything[:1], io["out_sample"][:1]) < 2e-5  # its mask is all ones
+    assert relative(everything[1:], io["out_sample"][1:]) > 1e-4
+
+
+def test_size_conditions_are_asked_for():
+    model, _, inputs = golden_case("pixart_alpha_like_micro")
+    inputs.pop("resolution")
+    with pytest.raises(ValueError, match="needs resolution and aspect_ratio"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [((1, 4, 7, 8), "7 x 8 cannot be cut into patches of 2"), ((1, 4, 8, 26), "pos_embed_max_size is 12")],
+)
+def test_latents_that_do_not_fit_are_refused(shape, words):
+    model = load_model(GOLDEN / "sd3_medium_like")
+    with pytest.raises(ValueError, match=words):
+        model.pos_embed(ops.zeros(shape, ms.float32))
+
+
+def test_a_folder_of_the_older_class_loads(tmp_path):
+    """Public DiT and PixArt checkpoints name Transformer2DModel and carry options that it alone had."""
+    folder = tmp_path / "older"
+    shutil.copytree(GOLDEN / "dit_xl_like", folder)
+    config = json.loads((folder / "config.json").read_text())
+    older = {"num_vector_embeds": None, "use_linear_projection": False, "cross_attention_dim": None}
+    config |= older | {"_class_name": "Transformer2DModel", "only_cross_attention": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load_model(folder)
+    assert isinstance(model, DiTTransformer2DModel)
+    save_model(model, tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert saved["_class_name"] == "DiTTransformer2DModel" and not set(older) & set(saved)
+
+    (folder / "config.json").write_text(json.dumps(config | {"norm_type": "layer_norm"}))
+    with pytest.raises(ConfigError, match="'Transformer2DModel' is not known"):
+        load_model(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"cross_attention_dim": 1024}))
+    with pytest.raises(ConfigError, match="cross_attention_dim is 1024, which is not supported; valid: None"):
+        load_model(folder)
+
+
+# What the config.json files on the hub say, without the keys that start with an underscore.
+_SD3 = {
+    "attention_head_dim": 64,
+    "in_channels": 16,
+    "joint_attention_dim": 4096,
+    "out_channels": 16,
+    "patch_size": 2,
+    "pooled_projection_dim": 2048,
+    "sample_size": 128,
+}
+_OLDER = {
+    "activation_fn": "gelu-approximate",
+    "attention_bias": True,
+    "attention_head_dim": 72,
+    "dropout": 0.0,
+    "in_channels": 4,
+    "norm_elementwise_affine": False,
+    "norm_num_groups": 32,
+    "num_attention_heads": 16,
+    "num_embeds_ada_norm": 1000,
+    "num_layers": 28,
+    "num_vector_embeds": None,
+    "only_cross_attention": False,
+    "out_channels": 8,
+    "patch_size": 2,
+    "upcast_attention": False,
+    "use_linear_projection": False,
+}
+_PIXART = _OLDER | {
+    "attention_type": "default",
+    "caption_channels": 4096,
+    "cross_attention_dim": 1152,
+    "double_self_attention": False,
+    "norm_eps": 1e-06,
+    "norm_type": "ada_norm_single",
+    "sample_size": 128,
+}
+HUB = {
+    "stable-diffusion-3-medium": (
+        SD3Config,
+        _SD3
+        | {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
+        | {"pos_embed_max_size": 192},
+    ),
+    "stable-diffusion-3.5-medium": (
+        SD3Config,
+        _SD3
+        | {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
+        | {"pos_embed_max_size": 384, "qk_norm": "rms_norm", "dual_attention_layers": tuple(range(13))},
+    ),
+    "stable-diffusion-3.5-large": (
+        SD3Config,
+        _SD3
+        | {"caption_projection_dim": 2432, "num_attention_heads": 38, "num_layers": 38}
+        | {"pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+    ),
+    "DiT-XL-2-256": (
+        DiTConfig,
+        _OLDER | {"cross_attention_dim": None, "norm_type": "ada_norm_zero", "sample_size": 32},
+    ),
+    "PixArt-XL-2-1024-MS": (PixArtConfig, _PIXART),
+    "PixArt-Sigma-XL-2-1024-MS": (
+        PixArtConfig,
+        _PIXART | {"interpolation_scale": 2, "use_additional_conditions": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_public_configs_are_understood(name):
+    config_class, options = HUB[name]
+    config = config_class(**options)
+    assert {key: getattr(config, key) for key in options} == options
+    width = {"stable-diffusion-3.5-large": 2432}.get(name, 1536 if "diffusion" in name else 1152)
+    assert config.inner_dim == width
+    if (
+        config_class is PixArtConfig
+    ):  # alpha at 1024 pixels says nothing of either: both follow from sample_size
+        assert config.has_size_conditions == ("Sigma" not in name) and config.position_scale == 2
+
+
+@pytest.mark.parametrize(
+    "config_class, change, words",
+    [
+        (SD3Config, {"qk_norm": "layer_norm"}, "qk_norm is 'layer_norm'.*valid: None, 'rms_norm'"),
+        (SD3Config, {"caption_projection_dim": 1536}, "caption_projection_dim is 1536.*1152"),
+        (SD3Config, {"dual_attention_layers": (3, 18)}, r"dual_attention_layers names \[18\].*0 to 17"),
+        (SD3Config, {"pos_embed_max_size": None}, "pos_embed_max_size is None"),
+        (SD3Config, {"attention_head_dim": 1, "caption_projection_dim": 18}, "is 18.*multiple of 4"),
+        (DiTConfig, {"activation_fn": "geglu"}, "activation_fn is 'geglu'.*valid: 'gelu-approximate'"),
+        (DiTConfig, {"norm_type": "layer_norm"}, "norm_type is 'layer_norm'.*valid: 'ada_norm_zero'"),
+        (DiTConfig, {"norm_elementwise_affine": True}, "norm_elementwise_affine is True"),
+        (DiTConfig, {"num_embeds_ada_norm": None}, "num_embeds_ada_norm is None"),
+        (PixArtConfig, {"attention_type": "gated"}, "attention_type is 'gated'.*valid: 'default'"),
+        (PixArtConfig, {"double_self_attention": True}, "double_self_attention is True"),
+        (PixArtConfig, {"cross_attention_dim": None}, "cross_attention_dim is None"),
+        (PixArtConfig, {"caption_channels": 8, "cross_attention_dim": 64}, "cross_attention_dim is 64.*1152"),
+        (PixArtConfig, {"num_attention_heads": 1, "attention_head_dim": 64}, "is 64.*multiple of 3"),
+    ],
+)
+def test_options_that_are_not_supported_are_refused_by_name(config_class, change, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(config_class(), **change)
