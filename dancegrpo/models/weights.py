@@ -22,7 +22,7 @@ from dancegrpo.config import ConfigError
 _FLOATS = ("F32", "F16", "BF16", "F64")
 _PIECE = 4 * 2**20
 """Bytes that are read at a time, so that a conversion never holds a whole tensor twice."""
-_REOPEN = 16 * 2**20
+_REOPEN = 8 * 2**20
 """Bytes after which a file is opened anew: pages of a mapped file count as resident memory until it is closed."""
 _LISTED = 4
 
