@@ -27,7 +27,8 @@ _tool.loader.exec_module(benchmark)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The shipped pipeline with a random transformer of two blocks."""
-    from dancegrpo.models.loading import build_model, save_model
+    from dancegrpo.models import save_model
+    from dancegrpo.models.loading import build_model
 
     setup_runtime(compile_cache=False)
     folder = tmp_path_factory.mktemp("tiny") / "model"

@@ -13,8 +13,8 @@ from dancegrpo.config import ConfigError
 from dancegrpo.models import load_model, load_tokenizer, save_model
 from dancegrpo.models.autoencoder import PatchAutoencoder, PatchAutoencoderConfig
 from dancegrpo.models.layers import TimestepEmbedding
-from dancegrpo.models.loading import named_parameters
 from dancegrpo.models.tokenizers import save_word_tokenizer
+from dancegrpo.models.weights import named_parameters
 from dancegrpo.ops import ApplyRotary, RotaryFrequencies
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,7 +8,7 @@ import pytest
 
 from dancegrpo.config import ConfigError
 from dancegrpo.data.shapes_world import scene_of
-from dancegrpo.models.loading import parameter_arrays
+from dancegrpo.models.saving import parameter_arrays
 from dancegrpo.pretraining.assemble import pretrain
 from dancegrpo.pretraining.loop import run_stage
 from dancegrpo.pretraining.recipe import Recipe, RunRecipe, VaeRecipe

@@ -14,6 +14,8 @@ _HOMES = {
     "Transition": "transitions",
     "make_schedule": "schedules",
     "make_transition": "transitions",
+    "read_scheduler": "scheduler_config",
+    "scheduler_settings": "scheduler_config",
 }
 
 __all__ = sorted(_HOMES)

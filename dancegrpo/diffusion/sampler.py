@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from dancegrpo.diffusion.schedules import Schedule
-from dancegrpo.diffusion.transitions import EulerODE, Transition
+from dancegrpo.diffusion.transitions import Transition
 
 
 class PolicyStep(nn.Cell):
@@ -61,7 +61,7 @@ class Sampler:
         policy_step: the step; shared with the update graphs.
         schedule: sigmas and timesteps of the chain.
         batch: B, images per call.
-        stochastic_steps: steps after that many take the deterministic Euler step, as in MixGRPO (Li et al.,
+        stochastic_steps: steps after that many take the transition's deterministic step, as in MixGRPO (Li et al.,
             2025, arXiv 2507.21802): noise there would blur which of the trained steps earned the reward.
             None: all steps are ``policy_step``.
     """
@@ -73,10 +73,10 @@ class Sampler:
         self.stochastic_steps = schedule.num_steps if stochastic_steps is None else stochastic_steps
         self.ode_step = None
         if self.stochastic_steps < schedule.num_steps:
-            self.ode_step = PolicyStep(policy_step.denoiser, EulerODE())
+            self.ode_step = PolicyStep(policy_step.denoiser, policy_step.transition.deterministic())
         self._steps = [
             tuple(Tensor(np.full(batch, value, np.float32)) for value in step)
-            for step in zip(schedule.sigmas[:-1], schedule.sigmas[1:], schedule.timesteps, strict=True)
+            for step in zip(schedule.sigmas[:-1], schedule.sigmas_next, schedule.timesteps, strict=True)
         ]
 
     def sample(

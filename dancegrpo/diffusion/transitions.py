@@ -11,18 +11,34 @@ import math
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 
 from dancegrpo.config import ConfigError
-from dancegrpo.diffusion.registry import Registry
+from dancegrpo.diffusion.ddim import DDIM
+from dancegrpo.diffusion.kernel import (
+    TRANSITIONS,
+    Transition,
+    gaussian_log_prob,
+    next_latents,
+    per_sample,
+    without_density,
+)
 
-TRANSITIONS = Registry("transition", "sampler.transition")
-
-_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+__all__ = [
+    "CPS",
+    "DDIM",
+    "TRANSITIONS",
+    "DanceSDE",
+    "EulerODE",
+    "FlowSDE",
+    "Transition",
+    "gaussian_log_prob",
+    "make_transition",
+]
 
 
 def make_transition(name: str, **settings: Any) -> Transition:
-    """The transition kernel of that name ("dance_sde", "ode").
+    """The transition kernel of that name ("dance_sde", "flow_sde", "cps", "ddim", "ode").
 
     Raises:
         ConfigError: unknown name or setting.
@@ -30,34 +46,13 @@ def make_transition(name: str, **settings: Any) -> Transition:
     return TRANSITIONS.build(name, **settings)
 
 
-class Transition(nn.Cell):
-    """Base of the kernels.
-
-    Called as ``(model_output, sample, sigma, sigma_next, noise=None, prev_sample=None)``:
-
-        model_output: (B, ...) the model's prediction, any float dtype and latent rank.
-        sample: (B, ...) the latents at ``sigma``.
-        sigma, sigma_next: (B,) or scalar, 0 <= sigma_next < sigma <= 1.
-        noise: (B, ...) standard normal; the next latents are then drawn with it (rollout).
-        prev_sample: (B, ...) given next latents, whose log-probability is wanted (scoring).
-
-    Exactly one of ``noise`` and ``prev_sample`` is given. Returns, all float32:
-
-        prev_sample: (B, ...) the next latents, at ``sigma_next``.
-        mean: (B, ...) mean of their distribution.
-        std: () or (B, 1, ...) its standard deviation.
-        pred_x0: (B, ...) the clean latents that the model predicts.
-        log_prob: (B,) log-density of ``prev_sample``, *averaged* over all dimensions but the batch. The next
-            latents are a constant for its gradient.
-    """
-
-    stochastic = True
-    """Whether there is a density, so that the kernel can be trained with."""
-
-    def step_size(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-        """The time that a step takes, (B,) or (): divides the variance out of a step's std (see
-        `rl.objectives`)."""
-        return sigma - sigma_next
+def _checked_eta(name: str, eta: float) -> float:
+    if not eta > 0:
+        raise ConfigError(
+            f"sampler.eta must be above 0 for {name!r}, got {eta}; for a deterministic chain choose the "
+            "transition 'ode'"
+        )
+    return float(eta)
 
 
 @TRANSITIONS.register("dance_sde")
@@ -73,37 +68,92 @@ class DanceSDE(Transition):
 
     def __init__(self, eta: float = 0.3) -> None:
         super().__init__()
-        if not eta > 0:
-            raise ConfigError(
-                f"sampler.eta must be above 0 for 'dance_sde', got {eta}; for a deterministic chain "
-                "choose the transition 'ode'"
-            )
-        self.eta = float(eta)
+        self.eta = _checked_eta("dance_sde", eta)
 
     def construct(self, model_output, sample, sigma, sigma_next, noise=None, prev_sample=None):
-        if (noise is None) == (prev_sample is None):
-            raise ValueError("a transition takes exactly one of noise and prev_sample")
-        velocity = ops.cast(model_output, ms.float32)
-        sample = ops.cast(sample, ms.float32)
-        sigma = _per_sample(sigma, sample)
-        dt = _per_sample(sigma_next, sample) - sigma
+        velocity, sample = ops.cast(model_output, ms.float32), ops.cast(sample, ms.float32)
+        sigma = per_sample(sigma, sample)
+        dt = per_sample(sigma_next, sample) - sigma
         pred_x0 = sample - sigma * velocity
         score = -(sample - (1.0 - sigma) * pred_x0) / (sigma * sigma)
         mean = sample + velocity * dt - (0.5 * self.eta * self.eta) * score * dt
         std = self.eta * ops.sqrt(-dt)
-        if prev_sample is None:
-            following = ops.stop_gradient(mean + std * ops.cast(noise, ms.float32))
-        else:
-            following = ops.stop_gradient(ops.cast(prev_sample, ms.float32))
+        following = next_latents(mean, std, noise, prev_sample)
         return following, mean, std, pred_x0, gaussian_log_prob(following, mean, std)
+
+
+@TRANSITIONS.register("flow_sde")
+class FlowSDE(Transition):
+    """The SDE of Flow-GRPO (Liu et al. 2025, arXiv 2505.05470, eq. 9; `sde_step_with_logprob` in its code).
+
+    With dt = sigma_next - sigma and s = eta sqrt(sigma / (1 - sigma)):
+    mean = x (1 + s^2 / (2 sigma) dt) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt; std = s sqrt(-dt).
+    At sigma = 1, where s is infinite, its sigma is the next one.
+
+    Args:
+        eta: noise level, above 0.
+    """
+
+    def __init__(self, eta: float = 0.7) -> None:
+        super().__init__()
+        self.eta = _checked_eta("flow_sde", eta)
+
+    def construct(self, model_output, sample, sigma, sigma_next, noise=None, prev_sample=None):
+        velocity, sample = ops.cast(model_output, ms.float32), ops.cast(sample, ms.float32)
+        sigma, following_sigma = per_sample(sigma, sample), per_sample(sigma_next, sample)
+        dt = following_sigma - sigma
+        finite = ops.where(sigma >= 1.0, following_sigma, sigma)
+        variance = (self.eta * self.eta) * sigma / (1.0 - finite)
+        drift = 0.5 * variance / sigma * dt
+        mean = sample * (1.0 + drift) + velocity * (dt + drift * (1.0 - sigma))
+        std = ops.sqrt(variance) * ops.sqrt(-dt)
+        following = next_latents(mean, std, noise, prev_sample)
+        log_prob = gaussian_log_prob(following, mean, std)
+        return following, mean, std, sample - sigma * velocity, log_prob
+
+
+@TRANSITIONS.register("cps")
+class CPS(Transition):
+    """Coefficient-preserving sampling (Wang and Yu 2025, Flow-CPS, arXiv 2509.05952).
+
+    std = sigma_next sin(pi eta / 2); x0 = x - sigma v, x1 = x + (1 - sigma) v;
+    mean = (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2) x1. So noise replaces noise and the latents have the level
+    that the model expects. What it calls the log-probability is -<(x' - mean)^2>, without the variance, as its
+    authors define it: finite at sigma_next = 0 too.
+
+    Args:
+        eta: noise level in (0, 1]; 1 replaces all noise.
+    """
+
+    def __init__(self, eta: float = 0.7) -> None:
+        super().__init__()
+        self.eta = _checked_eta("cps", eta)
+        if eta > 1:
+            raise ConfigError(f"sampler.eta must be at most 1 for 'cps', which replaces noise, got {eta}")
+        self.share, self.rest = math.sin(0.5 * math.pi * eta), math.cos(0.5 * math.pi * eta)
+
+    def step_size(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """1: the std has no time-step factor."""
+        return ops.ones_like(sigma)
+
+    def construct(self, model_output, sample, sigma, sigma_next, noise=None, prev_sample=None):
+        velocity, sample = ops.cast(model_output, ms.float32), ops.cast(sample, ms.float32)
+        sigma, following_sigma = per_sample(sigma, sample), per_sample(sigma_next, sample)
+        pred_x0 = sample - sigma * velocity
+        pred_noise = sample + (1.0 - sigma) * velocity
+        std = following_sigma * self.share
+        mean = (1.0 - following_sigma) * pred_x0 + following_sigma * self.rest * pred_noise
+        following = next_latents(mean, std, noise, prev_sample)
+        squares = ops.square(following - mean).reshape((sample.shape[0], -1)).mean(axis=-1)
+        return following, mean, std, pred_x0, -squares
 
 
 @TRANSITIONS.register("ode")
 class EulerODE(Transition):
     """One Euler step of the probability-flow ODE: x + (sigma_next - sigma) v (Flow-Factory, diffusers).
 
-    Deterministic: ``noise`` is not used and may be left out, and ``std`` is 0. There is no density:
-    ``log_prob`` is not-a-number, and giving ``prev_sample`` (to be scored) is a ValueError.
+    std is 0 and there is no density: ``noise`` is ignored, ``log_prob`` is not-a-number, and ``prev_sample``
+    cannot be scored.
     """
 
     stochastic = False
@@ -112,36 +162,8 @@ class EulerODE(Transition):
         super().__init__()
 
     def construct(self, model_output, sample, sigma, sigma_next, noise=None, prev_sample=None):
-        if prev_sample is not None:
-            raise ValueError(
-                "the ode transition is deterministic: it has no density to score prev_sample with"
-            )
-        velocity = ops.cast(model_output, ms.float32)
-        sample = ops.cast(sample, ms.float32)
-        sigma = _per_sample(sigma, sample)
-        mean = sample + (_per_sample(sigma_next, sample) - sigma) * velocity
-        # Not None: a graph that returns it calls back into Python, and cannot be kept in the compile cache.
-        no_density = ops.full((sample.shape[0],), float("nan"), dtype=ms.float32)
-        return mean, mean, ops.zeros_like(sigma), sample - sigma * velocity, no_density
-
-
-def gaussian_log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density of N(mean, std^2), averaged over all dimensions but the first: (B, ...) to (B,).
-
-    The mean, not the sum: ratios then stay near 1 at any latent size, and clip ranges carry over.
-    """
-    squares = ops.square(value - mean).reshape((value.shape[0], -1)).mean(axis=-1)
-    std = std.reshape(-1)  # (1,) or (B,)
-    # log1p(std - 1), because MindSpore's log on CPU gives a number another logarithm in the last places of a
-    # batch than in the first ones: a transition could then not be scored twice to the same bit.
-    return -squares / (2.0 * std * std) - ops.log1p(std - 1.0) - _HALF_LOG_TWO_PI
-
-
-def _per_sample(sigma: Any, sample: Tensor) -> Tensor:
-    """() stays a scalar; (B,) becomes (B, 1, ...), to broadcast over the latents."""
-    if isinstance(sigma, (int, float)):
-        sigma = Tensor(sigma, ms.float32)
-    sigma = ops.cast(sigma, ms.float32)
-    if sigma.ndim == 0:
-        return sigma
-    return sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim))
+        velocity, sample = ops.cast(model_output, ms.float32), ops.cast(sample, ms.float32)
+        sigma = per_sample(sigma, sample)
+        mean = sample + (per_sample(sigma_next, sample) - sigma) * velocity
+        log_prob = without_density(mean, prev_sample)
+        return mean, mean, ops.zeros_like(sigma), sample - sigma * velocity, log_prob

@@ -55,7 +55,7 @@ class Embedding(nn.Cell):
         )
 
     def construct(self, ids: Tensor) -> Tensor:
-        return ops.gather(self.weight, ids, 0)
+        return float32(ops.gather(self.weight, ids, 0))
 
 
 class TimestepEmbedding(nn.Cell):
@@ -102,4 +102,21 @@ def set_compute_dtype(cell: nn.Cell, dtype: ms.Type) -> nn.Cell:
     for _, child in cell.cells_and_names():
         if isinstance(child, Linear):
             child.compute_dtype = dtype
+    return cell
+
+
+def set_parameters_dtype(cell: nn.Cell, dtype: ms.Type) -> nn.Cell:
+    """Hold the matrices below `cell` in `dtype`: those of embeddings and of all cells with a `compute_dtype`.
+
+    For frozen models: a 16-bit weight cannot take a small update. Vectors (biases, norms) are few and stay float32.
+    Must be called before the first graph of the cell is compiled.
+    """
+    for _, child in cell.cells_and_names():
+        # The attribute is that of layers whose numbers leave the range of float16.
+        wide = dtype == ms.float16 and getattr(child, "needs_float32_range", False)
+        if (isinstance(child, Embedding) or hasattr(child, "compute_dtype")) and not wide:
+            for parameter in child.get_parameters(expand=False):
+                if parameter.ndim > 1:
+                    parameter.set_dtype(dtype)
+                    parameter.requires_grad = False
     return cell

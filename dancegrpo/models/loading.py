@@ -6,12 +6,13 @@ from importlib import import_module
 from pathlib import Path
 
 import mindspore as ms
-import numpy as np
-from mindspore import Parameter, Tensor, nn
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from mindspore import nn
+from mindspore.nn.utils import no_init_parameters
 
 from dancegrpo.config import ConfigError
+from dancegrpo.models.weights import find_weights, load_parameters
+from dancegrpo.models.weights import named_parameters as named_parameters
+from dancegrpo.runtime.precision import check_precision
 
 # Class name in config.json -> module of dancegrpo.models that has a class of that name; imported when asked for.
 _MODULES = {
@@ -26,42 +27,76 @@ _MODULES = {
 # diffusers' older class for several models, told apart by `norm_type`: public DiT and PixArt folders name it.
 _OLDER_CLASS = "Transformer2DModel"
 _BY_NORM = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-_DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
-_TRANSFORMERS_WEIGHTS = "model.safetensors"
+_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
+_STEMS, _OPEN_CLIP_STEMS = ("diffusion_pytorch_model", "model"), ("open_clip_model",)
 
 
-def load_model(folder: str | Path, dtype: ms.Type | None = None, hidden_states: bool = False) -> nn.Cell:
-    """Build the model that `folder/config.json` names and load its weights.
+def load_model(
+    folder: str | Path,
+    dtype: ms.Type | None = None,
+    hidden_states: bool = False,
+    parameters_dtype: ms.Type | None = None,
+) -> nn.Cell:
+    """Build the model that `folder/config.json` (or `open_clip_config.json`) names and load its weights.
+
+    Names and shapes are compared before any number is read, and numbers are read piece by piece, so that loading
+    takes hardly more memory than the model.
 
     Args:
-        folder: has `config.json` and one safetensors file, as diffusers or transformers save them.
-        dtype: dtype of the products (`mindspore.float16`, ...); parameters are float32 whatever is on disk.
+        folder: has the config and safetensors weights, whole or in shards, float32, float16 or bfloat16, as
+            diffusers, transformers or OpenCLIP save them.
+        dtype: dtype of the products (`mindspore.float16`, ...); None is float32.
         hidden_states: a text encoder also returns `hidden_0` ... `hidden_n`.
+        parameters_dtype: dtype in which matrices are held, whatever is on disk; None is float32, which a model that
+            is trained needs. A frozen model takes half the memory in the dtype of its products.
 
     Returns:
         A Cell in evaluation mode whose call takes flat keyword arguments and returns a tuple;
         `model.output_names` names its entries.
 
     Raises:
-        ConfigError: missing files, unknown class, an unsupported option in the config, or parameters that are
-            missing, unexpected or misshapen.
+        ConfigError: missing or damaged files, unknown class, an unsupported option in the config, or parameters
+            that are missing, unexpected or misshapen.
     """
-    from dancegrpo.models.layers import set_compute_dtype
+    from dancegrpo.models.layers import set_compute_dtype, set_parameters_dtype
 
     folder = Path(folder)
-    config = read_config(folder)
-    model = build_model(config, str(folder / "config.json"), hidden_states=hidden_states)
-    load_parameters(model, read_weights(folder), str(folder))
+    for asked in (dtype, parameters_dtype):
+        if asked is not None:
+            check_precision(str(asked).lower(), ms.get_context("device_target"))
+    config, file, stems = find_config(folder)
+    stored = find_weights(folder, stems)
+    with no_init_parameters():  # random numbers for billions of parameters take minutes and are not needed
+        model = build_model(config, str(file), hidden_states=hidden_states)
+    if parameters_dtype is not None and parameters_dtype != ms.float32:
+        set_parameters_dtype(model, parameters_dtype)
+    load_parameters(model, stored, str(folder))
     if dtype is not None and dtype != ms.float32:
         set_compute_dtype(model, dtype)
     return model.set_train(False)
 
 
+def find_config(folder: Path) -> tuple[dict, Path, tuple[str, ...]]:
+    """The config of a model folder, its file, and the stems of the weights that belong to it.
+
+    Published OpenCLIP folders often hold the same model for transformers as well, which then comes first.
+    """
+    if (folder / OPEN_CLIP_CONFIG).is_file():
+        others = [file for stem in _STEMS for file in folder.glob(f"{stem}*.safetensors*")]
+        if not (others and (folder / _CONFIG).is_file()):
+            config = {"_class_name": "OpenCLIPModel", **_read_json(folder / OPEN_CLIP_CONFIG)}
+            return config, folder / OPEN_CLIP_CONFIG, _OPEN_CLIP_STEMS
+    return read_config(folder), folder / _CONFIG, _STEMS
+
+
 def read_config(folder: Path) -> dict:
     """The parsed `config.json` of a model folder."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+    if not (folder / _CONFIG).is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no {_CONFIG}")
+    return _read_json(folder / _CONFIG)
+
+
+def _read_json(path: Path) -> dict:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -108,75 +143,3 @@ def _from_known_fields(config_class, config: dict):
         if key in names
     }
     return config_class(**values)
-
-
-def read_weights(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of the safetensors file in a model folder, as stored."""
-    for name in (_DIFFUSERS_WEIGHTS, _TRANSFORMERS_WEIGHTS):
-        if (folder / name).is_file():
-            return read_safetensors(folder / name)
-    raise ConfigError(f"{folder} has no weights; expected {_DIFFUSERS_WEIGHTS} or {_TRANSFORMERS_WEIGHTS}")
-
-
-def read_safetensors(file: Path) -> dict[str, np.ndarray]:
-    """All tensors of one file; ConfigError when it is truncated or something else."""
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
-
-
-def named_parameters(model: nn.Cell) -> dict[str, Parameter]:
-    """Parameters by the reference's names."""
-    return dict(model.parameters_and_names())
-
-
-def load_parameters(model: nn.Cell, weights: dict[str, np.ndarray], source: str) -> None:
-    """Set every parameter of `model` (kept in float32) from `weights`; names and shapes must match exactly."""
-    parameters = named_parameters(model)
-    missing = sorted(set(parameters) - set(weights))
-    unexpected = sorted(set(weights) - set(parameters) - set(getattr(model, "ignored_weights", ())))
-    misshapen = [
-        f"{name} is {tuple(weights[name].shape)}, expected {tuple(parameters[name].shape)}"
-        for name in sorted(set(parameters) & set(weights))
-        if tuple(weights[name].shape) != tuple(parameters[name].shape)
-    ]
-    problems = [
-        f"{label} {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
-        for label, names in (("missing", missing), ("unexpected", unexpected), ("misshapen:", misshapen))
-        if names
-    ]
-    if problems:
-        raise ConfigError(f"{source}: the weights do not fit {type(model).__name__}: {'; '.join(problems)}")
-    for name, parameter in parameters.items():
-        parameter.set_data(Tensor(np.array(weights[name], dtype=np.float32, order="C")))
-
-
-def parameter_arrays(model: nn.Cell) -> dict[str, np.ndarray]:
-    """Host copies of all parameters by the reference's names."""
-    return {name: parameter.asnumpy() for name, parameter in named_parameters(model).items()}
-
-
-def save_model(
-    model: nn.Cell, folder: str | Path, dtype: str = "float32", weights: dict[str, np.ndarray] | None = None
-) -> None:
-    """Write `config.json` and one safetensors file, as the reference library would.
-
-    Args:
-        model: any model of this package.
-        folder: created if needed; existing files of the same names are replaced.
-        dtype: `"float32"` or `"float16"` on disk.
-        weights: arrays to write in place of the model's own parameters (an EMA, say), by the same names.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dataclasses.asdict(model.config)
-    is_transformers = getattr(model, "library", "diffusers") == "transformers"
-    header = {"architectures": [model.class_name]} if is_transformers else {"_class_name": model.class_name}
-    (folder / "config.json").write_text(json.dumps(header | config, indent=2) + "\n", encoding="utf-8")
-    arrays = parameter_arrays(model) if weights is None else weights
-    save_file(
-        {name: np.array(array, dtype=dtype, order="C") for name, array in arrays.items()},
-        folder / (_TRANSFORMERS_WEIGHTS if is_transformers else _DIFFUSERS_WEIGHTS),
-        metadata={"format": "pt"},
-    )

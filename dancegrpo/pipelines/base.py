@@ -19,6 +19,8 @@ class Pipeline(ABC):
 
     Attributes:
         family: name of the diffusers pipeline class.
+        process: "flow" (rectified) or "diffusion" (variance preserving): which transitions it can be sampled with.
+        scheduler: what `diffusion.read_scheduler` says of the checkpoint; None for a flow.
         component: sub-folder of the trained backbone (`"transformer"` or `"unet"`).
         backbone: the cell whose parameters are trained.
         denoiser: cell, denoiser(latents (B, *latent_shape), timestep (B,) = 1000 sigma, *conditions) -> velocity.
@@ -27,6 +29,8 @@ class Pipeline(ABC):
     """
 
     family: str
+    process = "flow"
+    scheduler: tuple[str, dict, dict] | None = None
     component = "transformer"
     backbone: nn.Cell
     denoiser: nn.Cell

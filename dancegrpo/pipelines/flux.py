@@ -69,8 +69,8 @@ class FluxPipeline(Pipeline):
         super().__init__(folder)
         dtype = compute_dtype(compute)
         self.backbone = load_model(folder / "transformer", dtype)
-        self.vae = load_model(folder / "vae", dtype)
-        self.text_encoder = load_model(folder / "text_encoder", dtype)
+        self.vae = load_model(folder / "vae", dtype, parameters_dtype=dtype)
+        self.text_encoder = load_model(folder / "text_encoder", dtype, parameters_dtype=dtype)
         self.tokenizer = load_tokenizer(folder / "tokenizer")
         self._check(guidance_scale)
         config = self.backbone.config

@@ -75,7 +75,7 @@ def load_pipeline(
 
 
 def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> None:
-    from dancegrpo.models.loading import load_parameters, read_safetensors
+    from dancegrpo.models.weights import load_parameters, read_headers
 
     if weights not in (None, "raw", "ema"):
         raise ConfigError(f"weights is {weights!r}; valid: raw, ema")
@@ -83,4 +83,4 @@ def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> No
     if weights == "ema" and not (state / "average.safetensors").is_file():
         raise ConfigError(f"{folder} keeps no average of its weights; use --weights raw")
     if weights == "raw" and (state / "policy.safetensors").is_file():
-        load_parameters(pipeline.backbone, read_safetensors(state / "policy.safetensors"), str(state))
+        load_parameters(pipeline.backbone, read_headers([state / "policy.safetensors"]), str(state))

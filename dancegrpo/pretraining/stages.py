@@ -13,7 +13,7 @@ from dancegrpo.models import load_model, load_tokenizer, save_model
 from dancegrpo.models.autoencoder import PatchAutoencoder, PatchAutoencoderConfig
 from dancegrpo.models.clip import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel, CLIPVisionConfig
 from dancegrpo.models.flux import FluxConfig, FluxTransformer2DModel
-from dancegrpo.models.loading import parameter_arrays
+from dancegrpo.models.saving import parameter_arrays
 from dancegrpo.models.tokenizers import save_word_tokenizer
 from dancegrpo.pipelines.latents import image_ids, pack_latents
 from dancegrpo.pretraining.loop import Stage

@@ -71,7 +71,7 @@ class Trainer:
             run_folder,
         )
         train = config.train
-        transition, self.schedule = make_chain(config.sampler)
+        transition, self.schedule = make_chain(config.sampler, pipeline.process, pipeline.scheduler)
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
         self.sampler = Sampler(
             self.policy_step, self.schedule, train.micro_batch, self.counts.stochastic_steps

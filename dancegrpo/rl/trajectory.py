@@ -57,7 +57,7 @@ class Trajectory:
             latents=self.latents[step, image],
             following=self.latents[step + 1, image],
             sigmas=sigmas[step],
-            sigmas_next=sigmas[step + 1],
+            sigmas_next=self.schedule.sigmas_next[step],
             timesteps=self.schedule.timesteps[step],
             log_probs=self.log_probs[step, image],
             advantages=advantages[image],
