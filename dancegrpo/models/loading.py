@@ -15,10 +15,12 @@ from dancegrpo.config import ConfigError
 
 # Class name in config.json -> module of dancegrpo.models that has a class of that name; imported when asked for.
 _MODULES = {
+    "AutoencoderKL": "autoencoder_kl",
     "CLIPModel": "clip",
     "CLIPTextModel": "clip",
     "FluxTransformer2DModel": "flux",
     "PatchAutoencoder": "autoencoder",
+    "UNet2DConditionModel": "unet",
 }
 _DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
 _TRANSFORMERS_WEIGHTS = "model.safetensors"
@@ -124,8 +126,13 @@ def named_parameters(model: nn.Cell) -> dict[str, Parameter]:
 
 
 def load_parameters(model: nn.Cell, weights: dict[str, np.ndarray], source: str) -> None:
-    """Set every parameter of `model` (kept in float32) from `weights`; names and shapes must match exactly."""
+    """Set every parameter of `model` (kept in float32) from `weights`; names and shapes must match exactly.
+
+    A model whose checkpoints come with older names as well has `weight_name(stored name) -> parameter name`; what it
+    renames may be the weight of a 1x1 convolution where the parameter is a matrix.
+    """
     parameters = named_parameters(model)
+    weights = _with_own_names(model, parameters, weights)
     missing = sorted(set(parameters) - set(weights))
     unexpected = sorted(set(weights) - set(parameters) - set(getattr(model, "ignored_weights", ())))
     misshapen = [
@@ -142,6 +149,19 @@ def load_parameters(model: nn.Cell, weights: dict[str, np.ndarray], source: str)
         raise ConfigError(f"{source}: the weights do not fit {type(model).__name__}: {'; '.join(problems)}")
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(np.array(weights[name], dtype=np.float32, order="C")))
+
+
+def _with_own_names(model: nn.Cell, parameters: dict, weights: dict) -> dict:
+    rename = getattr(model, "weight_name", None)
+    if rename is None:
+        return weights
+    renamed = {}
+    for name, array in weights.items():
+        own = rename(name)
+        if own != name and own in parameters and array.shape == tuple(parameters[own].shape) + (1, 1):
+            array = array.reshape(array.shape[:-2])
+        renamed[own] = array
+    return renamed
 
 
 def parameter_arrays(model: nn.Cell) -> dict[str, np.ndarray]:
