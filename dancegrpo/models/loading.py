@@ -16,6 +16,7 @@ from dancegrpo.runtime.precision import check_precision
 
 # Class name in config.json -> module of dancegrpo.models that has a class of that name; imported when asked for.
 _MODULES = {
+    "AutoencoderKL": "autoencoder_kl",
     "CLIPModel": "clip",
     "CLIPTextModel": "clip",
     "DiTTransformer2DModel": "dit",
@@ -23,6 +24,7 @@ _MODULES = {
     "PatchAutoencoder": "autoencoder",
     "PixArtTransformer2DModel": "pixart",
     "SD3Transformer2DModel": "sd3",
+    "UNet2DConditionModel": "unet",
 }
 # diffusers' older class for several models, told apart by `norm_type`: public DiT and PixArt folders name it.
 _OLDER_CLASS = "Transformer2DModel"

@@ -8,16 +8,19 @@ CANN. See docs/how-it-works.md for what has been run where.
 
 from dancegrpo.ops.activations import GELU, BiasGELU, QuickGELU, SiLU, get_activation
 from dancegrpo.ops.attention import JointRotaryAttention, RotaryAttention, ScaledDotProductAttention
+from dancegrpo.ops.convolution import Convolution
 from dancegrpo.ops.device import describe_operators
 from dancegrpo.ops.modulation import GatedResidual, ModulatedLayerNorm
-from dancegrpo.ops.norms import LayerNorm, RMSNorm
+from dancegrpo.ops.norms import GroupNorm, LayerNorm, RMSNorm
 from dancegrpo.ops.rotary import ApplyRotary, RotaryFrequencies
 
 __all__ = [
     "ApplyRotary",
     "BiasGELU",
+    "Convolution",
     "GELU",
     "GatedResidual",
+    "GroupNorm",
     "JointRotaryAttention",
     "LayerNorm",
     "ModulatedLayerNorm",

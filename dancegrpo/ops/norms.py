@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last axis, always computed in float32 and returned in the input's dtype."""
+"""Layer norm, RMS norm and group norm, always computed in float32 and returned in the input's dtype."""
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -111,3 +111,64 @@ class RMSNorm(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.weight)
+
+
+class _GroupNormComposed(nn.Cell):
+    """Means over a group's channels and pixels are products with a constant column, as in `_MeanLastAxis`."""
+
+    def __init__(self, num_groups: int, eps: float):
+        super().__init__()
+        self.num_groups, self.eps = num_groups, eps
+
+    def construct(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        batch, channels = x.shape[0], x.shape[1]
+        groups = x.reshape((batch * self.num_groups, -1))
+        column = _mean_column(groups.shape[1])
+        centred = groups - ops.matmul(groups, column)
+        y = centred * ops.rsqrt(ops.matmul(centred * centred, column) + self.eps)
+        y = y.reshape((batch, channels, -1)) * weight.reshape((1, -1, 1)) + bias.reshape((1, -1, 1))
+        return y.reshape(x.shape)
+
+
+@ops.constexpr
+def _mean_column(size: int) -> Tensor:
+    return Tensor(np.full((size, 1), 1.0 / size, np.float32))
+
+
+class _GroupNormKernel(nn.Cell):
+    """`mindspore.ops.group_norm`, one kernel on Ascend."""
+
+    def __init__(self, num_groups: int, eps: float):
+        super().__init__()
+        self.num_groups, self.eps = num_groups, eps
+
+    def construct(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return ops.group_norm(x, self.num_groups, weight, bias, self.eps)
+
+
+class GroupNorm(nn.Cell):
+    """Group normalisation (Wu and He, 2018) of (B, C, H, W); parameters `weight` and `bias` (C,).
+
+    Args:
+        num_groups: number of groups that the channels are split into; mean and variance are over a group's
+            channels and all pixels.
+        num_channels: C.
+        eps: added to the variance.
+        device: device target, the current one when None.
+
+    Raises:
+        ValueError: C is not a multiple of `num_groups`.
+    """
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, device: str | None = None):
+        super().__init__()
+        if num_channels % num_groups:
+            raise ValueError(f"{num_channels} channels cannot be split into {num_groups} groups of a norm")
+        self.normalize = select({"CPU": _GroupNormComposed, "Ascend": _GroupNormKernel}, device)(
+            num_groups, eps
+        )
+        self.weight = Parameter(Tensor(np.ones(num_channels, np.float32)), name="weight")
+        self.bias = Parameter(Tensor(np.zeros(num_channels, np.float32)), name="bias")
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.normalize(float32(x), float32(self.weight), float32(self.bias)).astype(x.dtype)
