@@ -94,11 +94,13 @@ class TextProjection(nn.Cell):
 
 
 def set_compute_dtype(cell: nn.Cell, dtype: ms.Type) -> nn.Cell:
-    """Run the products of every `Linear` below `cell` in `dtype`; norms, softmax and embeddings stay float32.
+    """Run the products of every layer below `cell` in `dtype`; norms, softmax and embeddings stay float32.
+
+    A layer with products has an attribute `compute_dtype`.
 
     Must be called before the first graph of the cell is compiled.
     """
     for _, child in cell.cells_and_names():
-        if isinstance(child, Linear):
+        if hasattr(child, "compute_dtype"):
             child.compute_dtype = dtype
     return cell

@@ -17,11 +17,18 @@ from dancegrpo.config import ConfigError
 _MODULES = {
     "CLIPModel": "clip",
     "CLIPTextModel": "clip",
+    "CLIPTextModelWithProjection": "clip",
     "FluxTransformer2DModel": "flux",
+    "LlamaModel": "llama",
+    "OpenCLIPModel": "open_clip",
     "PatchAutoencoder": "autoencoder",
+    "SiglipModel": "siglip",
+    "T5EncoderModel": "t5",
 }
 _DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
 _TRANSFORMERS_WEIGHTS = "model.safetensors"
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+_OPEN_CLIP_WEIGHTS = "open_clip_model.safetensors"
 
 
 def load_model(folder: str | Path, dtype: ms.Type | None = None, hidden_states: bool = False) -> nn.Cell:
@@ -54,6 +61,8 @@ def load_model(folder: str | Path, dtype: ms.Type | None = None, hidden_states: 
 def read_config(folder: Path) -> dict:
     """The parsed `config.json` of a model folder."""
     path = folder / "config.json"
+    if not path.is_file() and (folder / OPEN_CLIP_CONFIG).is_file():
+        return read_open_clip_config(folder / OPEN_CLIP_CONFIG)
     if not path.is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     try:
@@ -63,6 +72,14 @@ def read_config(folder: Path) -> dict:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object with the model's options")
     return config
+
+
+def read_open_clip_config(path: Path) -> dict:
+    """The parsed `open_clip_config.json`, which does not say what class it is for."""
+    try:
+        return {"_class_name": "OpenCLIPModel", **json.loads(path.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not a JSON object: {error}") from error
 
 
 def build_model(config: dict, source: str, **options) -> nn.Cell:
@@ -104,7 +121,7 @@ def _from_known_fields(config_class, config: dict):
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of the safetensors file in a model folder, as stored."""
-    for name in (_DIFFUSERS_WEIGHTS, _TRANSFORMERS_WEIGHTS):
+    for name in (_DIFFUSERS_WEIGHTS, _TRANSFORMERS_WEIGHTS, _OPEN_CLIP_WEIGHTS):
         if (folder / name).is_file():
             return read_safetensors(folder / name)
     raise ConfigError(f"{folder} has no weights; expected {_DIFFUSERS_WEIGHTS} or {_TRANSFORMERS_WEIGHTS}")
@@ -163,6 +180,9 @@ def save_model(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dataclasses.asdict(model.config)
+    if model.class_name == "OpenCLIPModel":
+        _save_open_clip(config, parameter_arrays(model) if weights is None else weights, folder, dtype)
+        return
     is_transformers = getattr(model, "library", "diffusers") == "transformers"
     header = {"architectures": [model.class_name]} if is_transformers else {"_class_name": model.class_name}
     (folder / "config.json").write_text(json.dumps(header | config, indent=2) + "\n", encoding="utf-8")
@@ -172,3 +192,9 @@ def save_model(
         folder / (_TRANSFORMERS_WEIGHTS if is_transformers else _DIFFUSERS_WEIGHTS),
         metadata={"format": "pt"},
     )
+
+
+def _save_open_clip(config: dict, arrays: dict[str, np.ndarray], folder: Path, dtype: str) -> None:
+    (folder / OPEN_CLIP_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    arrays = {name: np.array(array, dtype=dtype, order="C") for name, array in arrays.items()}
+    save_file(arrays, folder / _OPEN_CLIP_WEIGHTS, metadata={"format": "pt"})
