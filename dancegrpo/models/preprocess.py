@@ -61,8 +61,8 @@ class ImagePreprocess(nn.Cell):
         mean, std: of each channel in [0, 1].
         resize: `"shortest"` scales the shorter side to `size` and crops the centre (CLIP), `"squash"` scales both
             sides to `size` (SigLIP).
-        rounded: round to 8 bits where Pillow does, so that scores are those of the image's PNG file; the gradient
-            is that of the unrounded map.
+        rounded: round to 8 bits where Pillow does, so that scores are those of the image's PNG file (but for ties,
+            one step of 255); the gradient is that of the unrounded map.
 
     Raises:
         ValueError: another value of `resize`.
