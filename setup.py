@@ -18,6 +18,7 @@ REQUIRES = [
     "scikit-image>=0.22,<0.27",
     "datasets>=4.0,<5",
     "tokenizers>=0.22,<0.23",
+    "ftfy>=6.1.1,<7",
     "safetensors>=0.4.3,<0.9",
     "pyyaml>=6.0,<7",
     "tqdm>=4.66,<5",
@@ -29,6 +30,7 @@ REQUIRES = [
 EXTRAS = {
     "convert": ["torch==2.13.0"],
     "parity": ["torch==2.13.0", "diffusers==0.36.0", "transformers==4.57.1"],
+    "t5": ["sentencepiece>=0.2,<0.3"],
     "clip": ["open_clip_torch>=2.24,<4"],
     "ocr": ["rapidocr>=3.0,<4", "onnxruntime>=1.17,<2"],
     "dev": ["pytest>=8,<10", "ruff>=0.9,<0.18", "pre-commit>=3.5,<5"],

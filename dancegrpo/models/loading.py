@@ -19,11 +19,16 @@ _MODULES = {
     "AutoencoderKL": "autoencoder_kl",
     "CLIPModel": "clip",
     "CLIPTextModel": "clip",
+    "CLIPTextModelWithProjection": "clip",
     "DiTTransformer2DModel": "dit",
     "FluxTransformer2DModel": "flux",
+    "LlamaModel": "llama",
+    "OpenCLIPModel": "open_clip",
     "PatchAutoencoder": "autoencoder",
     "PixArtTransformer2DModel": "pixart",
     "SD3Transformer2DModel": "sd3",
+    "SiglipModel": "siglip",
+    "T5EncoderModel": "t5",
     "UNet2DConditionModel": "unet",
 }
 # diffusers' older class for several models, told apart by `norm_type`: public DiT and PixArt folders name it.
@@ -86,7 +91,7 @@ def find_config(folder: Path) -> tuple[dict, Path, tuple[str, ...]]:
     if (folder / OPEN_CLIP_CONFIG).is_file():
         others = [file for stem in _STEMS for file in folder.glob(f"{stem}*.safetensors*")]
         if not (others and (folder / _CONFIG).is_file()):
-            config = {"_class_name": "OpenCLIPModel", **_read_json(folder / OPEN_CLIP_CONFIG)}
+            config = {"_class_name": "OpenCLIPModel", **read_json(folder / OPEN_CLIP_CONFIG)}
             return config, folder / OPEN_CLIP_CONFIG, _OPEN_CLIP_STEMS
     return read_config(folder), folder / _CONFIG, _STEMS
 
@@ -95,10 +100,11 @@ def read_config(folder: Path) -> dict:
     """The parsed `config.json` of a model folder."""
     if not (folder / _CONFIG).is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no {_CONFIG}")
-    return _read_json(folder / _CONFIG)
+    return read_json(folder / _CONFIG)
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object that a JSON file holds."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -101,6 +101,7 @@ _BY_NAME = {
     "gelu_new": lambda: GELU("tanh"),
     "gelu_pytorch_tanh": lambda: GELU("tanh"),
     "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
     "silu": SiLU,
 }
 

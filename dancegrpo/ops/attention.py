@@ -13,9 +13,9 @@ from dancegrpo.ops.rotary import ApplyRotary
 class _AttentionComposed(nn.Cell):
     """Two batched products around a float32 softmax."""
 
-    def __init__(self, num_heads: int, head_dim: int):
+    def __init__(self, num_heads: int, head_dim: int, scale: float | None = None):
         super().__init__()
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.values = ops.BatchMatMul()
 
@@ -34,11 +34,11 @@ class _AttentionFlash(nn.Cell):
     composition: the documents of MindSpore and of CANN disagree on whether the kernel scales its bias.
     """
 
-    def __init__(self, num_heads: int, head_dim: int):
+    def __init__(self, num_heads: int, head_dim: int, scale: float | None = None):
         super().__init__()
         self.num_heads = num_heads
-        self.scale = head_dim**-0.5
-        self.composed = _AttentionComposed(num_heads, head_dim)
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.composed = _AttentionComposed(num_heads, head_dim, scale)
 
     def construct(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         if query.dtype == ms.float32 or bias is not None:
@@ -48,12 +48,15 @@ class _AttentionFlash(nn.Cell):
         )
 
 
-def ScaledDotProductAttention(num_heads: int, head_dim: int, device: str | None = None) -> nn.Cell:
+def ScaledDotProductAttention(
+    num_heads: int, head_dim: int, device: str | None = None, scale: float | None = None
+) -> nn.Cell:
     """Attention of `query` (B, H, S, D) over `key` and `value` (B, H, S', D); returns (B, H, S, D).
 
-    `bias`, where given, is added to the scaled scores; it broadcasts to (B, H, S, S') and is float32.
+    `bias`, where given, is added to the scaled scores; it broadcasts to (B, H, S, S') and is float32. `scale` is
+    1 / sqrt(D) unless given.
     """
-    return select({"CPU": _AttentionComposed, "Ascend": _AttentionFlash}, device)(num_heads, head_dim)
+    return select({"CPU": _AttentionComposed, "Ascend": _AttentionFlash}, device)(num_heads, head_dim, scale)
 
 
 FUSED_TOKENS = 256

@@ -1,4 +1,4 @@
-"""Rotary position embedding on interleaved pairs (Su et al., 2021), as FLUX uses it."""
+"""Rotary position embedding (Su et al., 2021): on interleaved pairs as in FLUX, or on halves as in LLaMA."""
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -34,12 +34,13 @@ class RotaryFrequencies(nn.Cell):
 class _RotaryComposed(nn.Cell):
     """x cos + rotate(x) sin; the pairwise rotation is a product with a constant matrix, faster than slicing."""
 
-    def __init__(self, head_dim: int):
+    def __init__(self, head_dim: int, interleaved: bool):
         super().__init__()
         rotate = np.zeros((head_dim, head_dim), np.float32)
-        even = np.arange(0, head_dim, 2)
-        rotate[even + 1, even] = -1.0  # out[even] = -x[odd]
-        rotate[even, even + 1] = 1.0  # out[odd] = x[even]
+        pairs = np.arange(head_dim).reshape((-1, 2) if interleaved else (2, -1))
+        first, second = pairs.T if interleaved else pairs
+        rotate[second, first] = -1.0  # out[first] = -x[second]
+        rotate[first, second] = 1.0  # out[second] = x[first]
         self.rotate = Tensor(rotate)
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -48,14 +49,15 @@ class _RotaryComposed(nn.Cell):
 
 
 class _RotaryKernel(nn.Cell):
-    """`mindspore.ops.rotary_position_embedding`, mode 1 (interleaved); Ascend only.
+    """`mindspore.ops.rotary_position_embedding`, mode 0 (halves) or 1 (interleaved); Ascend only.
 
     The documentation of the kernel refuses layout BNSD when B * N > 8 S and D is 32-byte aligned.
     """
 
-    def __init__(self, head_dim: int):
+    def __init__(self, head_dim: int, interleaved: bool):
         super().__init__()
-        self.composed = _RotaryComposed(head_dim)
+        self.composed = _RotaryComposed(head_dim, interleaved)
+        self.mode = 1 if interleaved else 0
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, heads, tokens, _ = x.shape
@@ -63,10 +65,13 @@ class _RotaryKernel(nn.Cell):
             return self.composed(x, cos, sin)
         shape = (1, 1) + cos.shape[-2:]
         return ops.rotary_position_embedding(
-            x, cos.reshape(shape).astype(x.dtype), sin.reshape(shape).astype(x.dtype), 1
+            x, cos.reshape(shape).astype(x.dtype), sin.reshape(shape).astype(x.dtype), self.mode
         )
 
 
-def ApplyRotary(head_dim: int, device: str | None = None) -> nn.Cell:
-    """Rotate `x` (B, H, S, D) by `cos`, `sin` (S, D); returns (B, H, S, D) in the dtype of x."""
-    return select({"CPU": _RotaryComposed, "Ascend": _RotaryKernel}, device)(head_dim)
+def ApplyRotary(head_dim: int, device: str | None = None, interleaved: bool = True) -> nn.Cell:
+    """Rotate `x` (B, H, S, D) by `cos`, `sin` (S, D); returns (B, H, S, D) in the dtype of x.
+
+    `interleaved` pairs channel 2k with 2k + 1, otherwise k goes with k + D / 2; each angle stands in both places.
+    """
+    return select({"CPU": _RotaryComposed, "Ascend": _RotaryKernel}, device)(head_dim, interleaved)
