@@ -1,6 +1,6 @@
 """The fixed evaluation: how often a model draws what prompts say that it was not trained on.
 
-16 steps of the Euler ODE, independent noise keyed by the evaluation's seed and the prompt, the same prompts
+16 steps without noise (Euler's ODE of a flow, DDIM of a diffusion process), independent initial noise keyed by the evaluation's seed and the prompt, the same prompts
 for every model, verdicts by `evaluation.verifier`, which is never a reward. Two models are compared pair by
 pair, on the same prompts and noise. Prompts that are no captions of the shapes world have no verdicts: there,
 rewards and diversity are all that is measured.
@@ -171,7 +171,9 @@ class Evaluator:
     def evaluate(self, pipeline: Pipeline, title: str = "evaluating") -> Evaluation:
         """Samples and judges one model. The images depend on the model and the evaluation's settings only."""
         settings, notes = self.config.evaluation, list(self._notes)
-        generator = ImageGenerator(pipeline, num_steps=settings.num_steps, batch=settings.batch)
+        generator = ImageGenerator(
+            pipeline, num_steps=settings.num_steps, batch=settings.batch, shift=self.config.sampler.shift
+        )
         scenes, size = self._scenes, tuple(pipeline.image_size)
         if scenes is not None and size != (IMAGE_SIZE, IMAGE_SIZE):
             scenes = None
