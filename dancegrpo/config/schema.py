@@ -212,7 +212,7 @@ class EvaluationConfig:
 
     prompts: str = _key("shapes/evaluation", "held-out prompts, never trained on")
     images: int = _key(1020, "images, spread evenly over the prompts", minimum=1)
-    num_steps: int = _key(16, "steps of the Euler ODE", minimum=1)
+    num_steps: int = _key(16, "steps of the noise-free sampler", minimum=1)
     seed: int = _key(
         20250, "seed of the evaluation noise; independent of train.seed", minimum=0, maximum=2**63 - 1
     )

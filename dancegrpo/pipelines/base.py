@@ -147,7 +147,7 @@ class Pipeline(ABC):
         """What the second branch of guidance is given, arrays (1, ...)."""
         return self._encode([self.options.negative_prompt or ""])
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:
+    def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most models draw any prompt
         """Refuses prompts that the model cannot draw at all.
 
         Raises:

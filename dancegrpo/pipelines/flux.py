@@ -107,8 +107,8 @@ class FluxPipeline(CheckpointPipeline):
         options, embedded = self.options, self.backbone.config.guidance_embeds
         if options.negative_prompt is not None:
             raise ConfigError(
-                f"sampler.negative_prompt is {options.negative_prompt!r}, but {self.family} takes none: its guidance is "
-                "a number that the model is told; set it to null"
+                f"sampler.negative_prompt is {options.negative_prompt!r}, but {self.family} takes none: its guidance "
+                "is a number that the model is told; set it to null"
             )
         if not embedded and options.guidance_scale not in (None, 1.0):
             raise ConfigError(

@@ -11,7 +11,7 @@ from dancegrpo.pipelines.checkpoint import CheckpointPipeline
 from dancegrpo.runtime.runlog import checkpoint_path, saved_iterations
 
 SHIPPED = {"small-flux": Path(__file__).resolve().parent.parent / "assets" / "small-flux"}
-# Class name in model_index.json -> module of dancegrpo.pipelines that has a class of that name; imported when asked for.
+# Class name in model_index.json -> module of dancegrpo.pipelines that has that class; imported when asked for.
 _FAMILIES = {
     "DiTPipeline": "dit",
     "FluxPipeline": "flux",

@@ -88,7 +88,7 @@ class TextTower:
         vocabulary = self.config.vocab_size
         if ids.max() >= vocabulary:
             raise ConfigError(
-                f"{self.tokenizer_folder} has the token id {ids.max()}, but {self.folder} knows only {vocabulary} tokens"
+                f"{self.tokenizer_folder} has token {ids.max()}, but {self.folder} knows only {vocabulary} tokens"
             )
         inputs = (ids, mask) if self.masked else (ids,)
         return run_batched(lambda *parts: self._graph(*map(Tensor, parts)), inputs, _TEXT_BATCH)

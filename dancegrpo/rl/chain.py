@@ -16,8 +16,8 @@ def make_chain(
     Args:
         sampler: the config's section.
         process: what the model was trained on, see `diffusion.kernel.Transition`.
-        scheduler: what `diffusion.read_scheduler` says of the checkpoint; None: Stable Diffusion's for a diffusion
-            process, for a flow a linear schedule.
+        scheduler: what `diffusion.read_scheduler` says of the checkpoint; None: the defaults of "ddim" for a
+            diffusion process, a linear schedule for a flow.
 
     Raises:
         ConfigError: see `trained_transition` and `diffusion.chain_schedule`.

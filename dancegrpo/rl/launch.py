@@ -116,12 +116,15 @@ def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | Non
         ConfigError: see `load_inputs`, or the model cannot be loaded.
     """
     inputs = inputs or load_inputs(config)
+    from dancegrpo.evaluation.evaluate import check_drawable
     from dancegrpo.ops import describe_operators
     from dancegrpo.pipelines import PipelineOptions, load_pipeline
     from dancegrpo.rl.trainer import Trainer
 
     pipeline = load_pipeline(config.model.checkpoint, PipelineOptions.of(config))
     pipeline.check_prompts(inputs.prompts.prompts)
+    if inputs.evaluation_prompts is not None:
+        check_drawable(pipeline, inputs.evaluation_prompts)
     _warn_of_words(pipeline, inputs.prompts.prompts)
     print(f"computing with {describe_operators()}", flush=True)
     return Trainer(config, pipeline, inputs.rewards, inputs.prompts, run_folder)
