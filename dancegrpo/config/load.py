@@ -268,6 +268,7 @@ _TYPE_NAMES = {
     bool: "true or false",
     str: "a text",
     type(None): "null",
+    tuple[str, ...]: "a list of texts",
 }
 
 
@@ -277,6 +278,8 @@ def _check(value: Any, hint: Any, field: dataclasses.Field, dotted: str, origin:
     expected = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in allowed)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if tuple[str, ...] in allowed and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
     if type(value) not in allowed:
         raise ConfigError(f"{origin}: {dotted} must be {expected}, got {_shown(value)}")
     if value is None:

@@ -41,6 +41,31 @@ class ModelConfig:
         "small-flux",
         "the model to start from: 'small-flux' (shipped), a folder in diffusers layout, or a run folder",
     )
+    lora: str | None = _key(
+        None,
+        "a LoRA for that model: a safetensors file in diffusers' names, or a folder or run with one; it is trained on "
+        "with lora.rank, and becomes part of the weights without",
+    )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank corrections that are trained in place of the weights, which stay as they are."""
+
+    rank: int = _key(0, "rank of the corrections; 0 trains all weights", minimum=0)
+    alpha: float | None = _key(
+        None, "corrections are scaled by alpha / rank; null: by 1, or the alpha of model.lora", above=0.0
+    )
+    targets: tuple[str, ...] | None = _key(
+        None,
+        "layers that are corrected: their names or ends of them, as PEFT's target_modules; null: all projections of "
+        "every attention, or those of model.lora",
+    )
+    dtype: str = _key(
+        "float32",
+        "number format in which the model holds the corrections; the optimizer's copy is float32",
+        choices=("float32", "float16", "bfloat16"),
+    )
 
 
 @dataclass(frozen=True)
@@ -243,6 +268,7 @@ class Config:
     """The whole tree."""
 
     model: ModelConfig = _section(ModelConfig)
+    lora: LoraConfig = _section(LoraConfig)
     sampler: SamplerConfig = _section(SamplerConfig)
     data: DataConfig = _section(DataConfig)
     reward: RewardConfig = _section(RewardConfig)
@@ -259,4 +285,5 @@ class Config:
             values = getattr(self, section.name)
             tree[section.name] = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
         tree["reward"]["terms"] = [term.to_dict() for term in self.reward.terms]
+        tree["lora"]["targets"] = self.lora.targets and list(self.lora.targets)
         return tree

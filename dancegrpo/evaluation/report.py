@@ -24,6 +24,8 @@ def evaluate_checkpoints(
     checkpoint: str | None = None,
     weights: str | None = None,
     compare: str | None = None,
+    lora: str | None = None,
+    compare_lora: str | None = None,
     prompts: PromptSet | None = None,
 ) -> dict[str, Any]:
     """Evaluates one checkpoint, or two on the same prompts and noise, and writes the results.
@@ -33,6 +35,7 @@ def evaluate_checkpoints(
         json_file: where the results go.
         checkpoint, weights: see `load_pipeline`; None is `model.checkpoint` of the config.
         compare: the checkpoint that the difference is taken to.
+        lora, compare_lora: a LoRA to add to either one, see `load_pipeline`.
         prompts: None are those that the config names.
 
     Raises:
@@ -43,8 +46,8 @@ def evaluate_checkpoints(
     checkpoint = checkpoint or config.model.checkpoint
     evaluator = Evaluator(config, prompts or evaluation_prompts(config))
     compute, guidance = config.precision.compute, config.sampler.guidance_scale
-    model = load_pipeline(checkpoint, compute, guidance, weights)
-    other = load_pipeline(compare, compute, guidance) if compare else None
+    model = load_pipeline(checkpoint, compute, guidance, weights, lora)
+    other = load_pipeline(compare, compute, guidance, lora=compare_lora) if compare else None
     file.parent.mkdir(parents=True, exist_ok=True)
     found = evaluator.evaluate(model, "evaluating")
     base = evaluator.evaluate(other, f"evaluating {compare}") if other else None

@@ -10,6 +10,8 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from dancegrpo.models import save_model
+from dancegrpo.models.lora import lora_layers
+from dancegrpo.models.lora_files import save_lora
 
 PromptEncoding = tuple[np.ndarray, ...]
 
@@ -69,9 +71,12 @@ class Pipeline(ABC):
     def save(self, folder: str | Path, weights: Mapping[str, np.ndarray] | None = None) -> None:
         """Write the whole pipeline in the diffusers layout: the backbone anew, the frozen components copied.
 
+        Of a backbone with a LoRA the sum of both is written, and beside it the LoRA (see `models.lora_files`).
+
         Args:
             folder: created if needed.
-            weights: arrays by parameter name to write in place of the backbone's own (an average, say).
+            weights: arrays by parameter name to write in place of the backbone's own, or of its LoRA's (an average,
+                say).
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,5 +84,8 @@ class Pipeline(ABC):
         for name, value in index.items():
             if isinstance(value, list) and value[0] is not None and name != self.component:
                 shutil.copytree(self.folder / name, folder / name, dirs_exist_ok=True)
-        save_model(self.backbone, folder / self.component, weights=None if weights is None else dict(weights))
+        weights = None if weights is None else dict(weights)
+        save_model(self.backbone, folder / self.component, weights=weights)
+        if lora_layers(self.backbone):
+            save_lora(self.backbone, folder, self.component, weights)
         (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -207,6 +207,7 @@ def generate(config: Config, options: GenerateOptions) -> tuple[int, Path]:
         config.precision.compute,
         config.sampler.guidance_scale,
         options.weights,
+        config.model.lora,
     )
     generator = ImageGenerator(pipeline, num_steps=steps, batch=options.batch, shift=config.sampler.shift)
     warn_of_words(pipeline, [request.prompt for request in requests])

@@ -46,6 +46,7 @@ def load_pipeline(
     compute: str = "float32",
     guidance_scale: float | None = None,
     weights: str | None = None,
+    lora: str | None = None,
 ) -> Pipeline:
     """Load a pipeline for sampling or training.
 
@@ -55,11 +56,15 @@ def load_pipeline(
         guidance_scale: for guidance-distilled models; None takes the model's default.
         weights: `"raw"` takes the trained weights of a run that also kept an average, `"ema"` insists on the
             average; None takes what the checkpoint shows (the average if there is one).
+        lora: a LoRA to add to the backbone's weights, see `models.lora_files.find_lora`.
 
     Raises:
-        ConfigError: unknown pipeline class, missing or unfitting components.
+        ConfigError: unknown pipeline class, missing or unfitting components or LoRA.
     """
+    from dancegrpo.models.lora_files import find_lora, merge_stored, read_lora
+
     folder = resolve_checkpoint(path)
+    lora_file = None if lora is None else find_lora(lora, folder)
     try:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -71,10 +76,15 @@ def load_pipeline(
         )
     pipeline = getattr(import_module(_FAMILIES[family]), family)(folder, compute, guidance_scale)
     _choose_weights(pipeline, folder, weights)
+    if lora_file is not None:
+        merge_stored(pipeline.backbone, read_lora(lora_file, pipeline.component))
     return pipeline
 
 
 def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> None:
+    from safetensors.numpy import load_file
+
+    from dancegrpo.models.lora_files import LORA_FILE, exchange, read_lora
     from dancegrpo.models.weights import load_parameters, read_headers
 
     if weights not in (None, "raw", "ema"):
@@ -83,4 +93,9 @@ def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> No
     if weights == "ema" and not (state / "average.safetensors").is_file():
         raise ConfigError(f"{folder} keeps no average of its weights; use --weights raw")
     if weights == "raw" and (state / "policy.safetensors").is_file():
-        load_parameters(pipeline.backbone, read_headers([state / "policy.safetensors"]), str(state))
+        if not (folder / LORA_FILE).is_file():
+            load_parameters(pipeline.backbone, read_headers([state / "policy.safetensors"]), str(state))
+        elif (state / "average.safetensors").is_file():  # else what is shown is what was trained
+            lora = read_lora(folder, pipeline.component)
+            shown, trained = (load_file(state / f"{name}.safetensors") for name in ("average", "policy"))
+            exchange(pipeline.backbone, lora, shown, trained)
