@@ -144,8 +144,8 @@ def test_counts_that_do_not_fit_are_blamed_on_who_set_them(tmp_path):
         load_config(file, ["train.iterations=3"])
     assert str(caught.value).startswith(f"{file}: data.prompts_per_iteration * train.candidates")
     with pytest.raises(ConfigError) as caught:
-        load_config(file, ["train.micro_batch=9"])
-    assert str(caught.value).startswith(f"--set train.micro_batch=9 with {file}: ")
+        load_config(file, ["train.micro_batch=30"])
+    assert str(caught.value).startswith(f"--set train.micro_batch=30 with {file}: ")
     assert load_config(None, ["train.clip_range=2", "train.clip_unit=spread"]).train.clip_range == 2
 
 
