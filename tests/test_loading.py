@@ -229,7 +229,11 @@ class _Old(nn.Cell):
 
 def test_older_names_and_shapes_are_understood(tmp_path):
     file, query = tmp_path / "old.safetensors", np.arange(6, dtype=np.float32)
-    whole = {"query": query.reshape(2, 3, 1, 1), "scale": np.array(2, np.float32), "decoder.0.bias": np.zeros(1)}
+    whole = {
+        "query": query.reshape(2, 3, 1, 1),
+        "scale": np.array(2, np.float32),
+        "decoder.0.bias": np.zeros(1),
+    }
     save_file(whole, file)
     model = _Old()
     load_parameters(model, read_headers([file]), "old")
