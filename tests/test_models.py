@@ -16,6 +16,9 @@ from dancegrpo.models.layers import TimestepEmbedding
 from dancegrpo.models.tokenizers import save_word_tokenizer
 from dancegrpo.models.weights import named_parameters
 from dancegrpo.ops import ApplyRotary, RotaryFrequencies
+from dancegrpo.runtime.setup import setup_runtime
+
+setup_runtime(compile_cache=False)  # graph mode, else the numbers would be those of another execution
 
 GOLDEN = Path(__file__).parent / "golden"
 

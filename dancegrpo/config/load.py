@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dancegrpo.config.counts import check_counts
+from dancegrpo.config.counts import check_counts, fit_micro_batch
 from dancegrpo.config.errors import ConfigError, choices_text
 from dancegrpo.config.schema import Config, RewardConfig, RewardTerm
 
@@ -58,7 +58,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     """
     file = find_config(path or DEFAULT_CONFIG)
     overrides, source = list(overrides), str(path or DEFAULT_CONFIG)
-    config = load_sections(Config, file, overrides, source)
+    config = fit_micro_batch(load_sections(Config, file, overrides, source))
     check_counts(config, source, {text.partition("=")[0].strip(): f"--set {text}" for text in overrides})
     return config
 

@@ -148,8 +148,8 @@ class TrainConfig:
     seed: int = _key(0, "the same seed gives the same run, byte by byte", minimum=0, maximum=2**63 - 1)
     micro_batch: int = _key(
         48,
-        "images per graph call in the rollout and transitions per gradient graph call: "
-        "memory grows with it, results do not depend on it beyond rounding",
+        "at most so many images per graph call in the rollout and transitions per gradient graph call; the largest "
+        "number that divides both is taken: memory grows with it, results do not depend on it beyond rounding",
         minimum=1,
     )
     updates_per_rollout: int = _key(1, "optimizer steps on the transitions of one rollout", minimum=1)
@@ -158,7 +158,7 @@ class TrainConfig:
     )
     trained_prompts: int | None = _key(
         None,
-        "prompts of an iteration that are trained on: those whose candidates' rewards differ most; null: all",
+        "train on at most so many of an iteration's prompts: those whose candidates' rewards differ most; null: all",
         minimum=1,
     )
     timestep_selection: str = _key(
