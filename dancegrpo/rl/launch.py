@@ -89,13 +89,12 @@ def load_inputs(config: Config) -> RunInputs:
     prompts = load_prompts(config.data.prompts, config.data.prompt_column)
     _setup(config)
     from dancegrpo.evaluation.evaluate import check_rewards, evaluation_prompts
-    from dancegrpo.pipelines import resolve_checkpoint
+    from dancegrpo.pipelines import read_process
     from dancegrpo.rewards import build_reward_set
     from dancegrpo.rl import trainer  # noqa: F401 (see `optim`: not where a model is at hand)
-    from dancegrpo.rl.chain import make_chain
+    from dancegrpo.rl.chain import trained_transition
 
-    resolve_checkpoint(config.model.checkpoint)
-    make_chain(config.sampler)
+    trained_transition(config.sampler, *read_process(config.model.checkpoint))
     held_out = evaluation_prompts(config) if config.evaluation.after_training else None
     rewards = build_reward_set(
         config.reward, group_size=config.train.candidates, batch=config.train.micro_batch
@@ -117,11 +116,15 @@ def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | Non
         ConfigError: see `load_inputs`, or the model cannot be loaded.
     """
     inputs = inputs or load_inputs(config)
+    from dancegrpo.evaluation.evaluate import check_drawable
     from dancegrpo.ops import describe_operators
-    from dancegrpo.pipelines import load_pipeline
+    from dancegrpo.pipelines import PipelineOptions, load_pipeline
     from dancegrpo.rl.trainer import Trainer
 
-    pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, config.sampler.guidance_scale)
+    pipeline = load_pipeline(config.model.checkpoint, PipelineOptions.of(config))
+    pipeline.check_prompts(inputs.prompts.prompts)
+    if inputs.evaluation_prompts is not None:
+        check_drawable(pipeline, inputs.evaluation_prompts)
     _warn_of_words(pipeline, inputs.prompts.prompts)
     print(f"computing with {describe_operators()}", flush=True)
     return Trainer(config, pipeline, inputs.rewards, inputs.prompts, run_folder)
