@@ -177,10 +177,8 @@ def test_counts():
     )
     assert "96  8 x 12, in 2 calls of 48" in counts_table(config)
     # A micro-batch that does not divide the counts is lowered, and small iterations make one call.
-    fitted = load_config(
-        None, ["train.candidates=7", "data.prompts_per_iteration=12", "train.updates_per_rollout=1"]
-    )
-    assert fitted.train.micro_batch == 42
+    odd = ["train.candidates=7", "data.prompts_per_iteration=12", "train.updates_per_rollout=1"]
+    assert load_config(None, [*odd, "train.micro_batch=72"]).train.micro_batch == 42
     assert load_config(None, ["train.candidates=2", "data.prompts_per_iteration=2"]).train.micro_batch == 4
     # 0.29 * 100 is 28.999999999999996 in binary
     config = load_config(

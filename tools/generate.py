@@ -34,6 +34,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", metavar="DIR", required=True, help="folder for the images")
     add("--overwrite", action="store_true", help="replace the images of an earlier call")
     add("--num-images", metavar="N", type=int, default=1, help="images for each prompt (default: 1)")
+    add(
+        "--negative-prompt",
+        metavar="TEXT",
+        help="what guidance leads away from (default: sampler.negative_prompt)",
+    )
     add("--steps", metavar="N", type=int, help="denoising steps (default: evaluation.num_steps)")
     add(
         "--batch",
@@ -62,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_steps=args.steps,
         batch=args.batch,
         seed=args.seed or 0,
+        negative_prompt=args.negative_prompt,
         checkpoint=args.checkpoint,
         weights=args.weights,
         overwrite=args.overwrite,

@@ -46,6 +46,17 @@ class ModelConfig:
         "a LoRA for that model: a safetensors file in diffusers' names, or a folder or run with one; it is trained on "
         "with lora.rank, and becomes part of the weights without",
     )
+    height: int | None = _key(None, "height of the images in pixels; null: the model's own", minimum=1)
+    width: int | None = _key(None, "width of the images in pixels; null: the model's own", minimum=1)
+    text_encoder: str | None = _key(
+        None,
+        "folder of a CLIP, T5 or LLaMA with its tokenizer that gives FLUX its text tokens; null: the model's own",
+    )
+    max_sequence_length: int | None = _key(
+        None,
+        "text tokens of a T5 or LLaMA (FLUX 512, SD3 256, PixArt 120 or 300); null: the family's",
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -85,12 +96,21 @@ class SamplerConfig:
         "(needs train.timestep_selection: first)",
         choices=("all", "trained"),
     )
-    shift: float = _key(
-        1.0, "timestep shift s in sigma = s u / (1 + (s-1) u); above 1 spends steps on high noise", above=0.0
+    shift: float | None = _key(
+        None,
+        "timestep shift s in sigma = s u / (1 + (s-1) u); above 1 spends steps on high noise; null: that of the "
+        "checkpoint's scheduler",
+        above=0.0,
     )
     truncate_timesteps: bool = _key(False, "give the model integer timesteps, as DanceGRPO's code does")
     guidance_scale: float | None = _key(
-        None, "embedded guidance for guidance-distilled models; null for a model without it", minimum=0.0
+        None,
+        "strength of guidance: an input of guidance-distilled models, else classifier-free, where 1 is off; null: the "
+        "default of the model's family",
+        minimum=0.0,
+    )
+    negative_prompt: str | None = _key(
+        None, "what classifier-free guidance leads away from; null: nothing in particular"
     )
 
 
@@ -217,7 +237,7 @@ class EvaluationConfig:
 
     prompts: str = _key("shapes/evaluation", "held-out prompts, never trained on")
     images: int = _key(1020, "images, spread evenly over the prompts", minimum=1)
-    num_steps: int = _key(16, "steps of the Euler ODE", minimum=1)
+    num_steps: int = _key(16, "steps of the noise-free sampler", minimum=1)
     seed: int = _key(
         20250, "seed of the evaluation noise; independent of train.seed", minimum=0, maximum=2**63 - 1
     )

@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 
 from dancegrpo.config import Config
 from dancegrpo.diffusion import PolicyStep, Sampler
-from dancegrpo.pipelines import load_pipeline
+from dancegrpo.pipelines import PipelineOptions, load_pipeline
 from dancegrpo.rl.chain import make_chain
 from dancegrpo.runtime import noise
 
@@ -70,8 +70,8 @@ def make_chains(config: Config) -> dict[str, Callable[[], np.ndarray]]:
         ConfigError: the model or the transition cannot be had as the config says.
     """
     sampler, size = config.sampler, config.train.micro_batch
-    pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, sampler.guidance_scale)
-    transition, schedule = make_chain(sampler)
+    pipeline = load_pipeline(config.model.checkpoint, PipelineOptions.of(config))
+    transition, schedule = make_chain(sampler, pipeline.process, pipeline.scheduler)
     policy_step = PolicyStep(pipeline.denoiser, transition)
     host_loop = Sampler(policy_step, schedule, size)
     random = noise.generator("benchmark", "chain", config.train.seed)

@@ -21,13 +21,14 @@ def denoise(config: Config, repeats: int) -> dict[str, Any]:
     setup_runtime(config.precision.compute, compile_cache=False)
     import mindspore as ms
 
-    from dancegrpo.diffusion import PolicyStep, make_schedule, make_transition
-    from dancegrpo.pipelines import load_pipeline
+    from dancegrpo.diffusion import PolicyStep
+    from dancegrpo.pipelines import PipelineOptions, load_pipeline
+    from dancegrpo.rl.chain import make_chain
 
     batch = config.train.micro_batch
-    pipeline = load_pipeline(config.model.checkpoint, compute=config.precision.compute)
-    step = PolicyStep(pipeline.denoiser, make_transition("dance_sde", eta=config.sampler.eta))
-    schedule = make_schedule("flow_match", config.sampler.num_steps, shift=config.sampler.shift)
+    pipeline = load_pipeline(config.model.checkpoint, PipelineOptions.of(config))
+    transition, schedule = make_chain(config.sampler, pipeline.process, pipeline.scheduler)
+    step = PolicyStep(pipeline.denoiser, transition)
     random = np.random.default_rng(0)
     latents, drawn = (
         ms.Tensor(random.standard_normal((batch, *pipeline.latent_shape), np.float32)) for _ in "ab"
@@ -114,10 +115,10 @@ def batch(config: Config, repeats: int) -> dict[str, Any]:
     from dancegrpo.runtime.setup import setup_runtime
 
     setup_runtime(config.precision.compute, compile_cache=False)
-    from dancegrpo.pipelines import load_pipeline
+    from dancegrpo.pipelines import PipelineOptions, load_pipeline
     from dancegrpo.pipelines.generate import GenerateOptions, ImageGenerator, requests_for
 
-    pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, config.sampler.guidance_scale)
+    pipeline = load_pipeline(config.model.checkpoint, PipelineOptions.of(config))
     size = GenerateOptions(output="").batch
     usual, single = (
         ImageGenerator(

@@ -12,8 +12,11 @@ _HOMES = {
     "Schedule": "schedules",
     "TRANSITIONS": "transitions",
     "Transition": "transitions",
+    "chain_schedule": "scheduler_config",
+    "deterministic_transition": "scheduler_config",
     "make_schedule": "schedules",
     "make_transition": "transitions",
+    "process_of": "scheduler_config",
     "read_scheduler": "scheduler_config",
     "scheduler_settings": "scheduler_config",
 }

@@ -43,7 +43,8 @@ class Chain:
         latents: T+1 tensors (B, ...), from the initial noise; empty unless the trajectory was kept.
         log_probs: T tensors (B,), not-a-number for deterministic steps; empty unless the trajectory was kept and
             the transition has a density.
-        final: (B, ...) what is decoded: the clean latents that the model predicts in the last step.
+        final: (B, ...) what is decoded: where a deterministic last step ends, else the clean latents that the model
+            predicts in it, so that its noise does not reach the image.
     """
 
     latents: tuple[Tensor, ...]
@@ -103,7 +104,8 @@ class Sampler:
             stochastic = index < self.stochastic_steps
             drawn = Tensor(noise[index]) if stochastic and noise is not None else None
             policy_step = self.policy_step if stochastic else self.ode_step
-            latents, _, _, final, log_prob = policy_step(latents, *step, drawn, None, *conditions)
+            latents, _, _, clean, log_prob = policy_step(latents, *step, drawn, None, *conditions)
+            final = clean if policy_step.transition.stochastic else latents
             if keep:
                 kept.append(latents)
                 if self.policy_step.transition.stochastic:

@@ -1,9 +1,9 @@
 """The fixed evaluation: how often a model draws what prompts say that it was not trained on.
 
-16 steps of the Euler ODE, independent noise keyed by the evaluation's seed and the prompt, the same prompts
-for every model, verdicts by `evaluation.verifier`, which is never a reward. Two models are compared pair by
-pair, on the same prompts and noise. Prompts that are no captions of the shapes world have no verdicts: there,
-rewards and diversity are all that is measured.
+16 steps without noise (Euler's ODE of a flow, DDIM of a diffusion process) from independent initial noise keyed by the
+evaluation's seed and the prompt, the same prompts for every model, verdicts by `evaluation.verifier`, which is never a
+reward. Two models are compared pair by pair, on the same prompts and noise. Prompts that are no captions of the shapes
+world have no verdicts: there, rewards and diversity are all that is measured.
 """
 
 from __future__ import annotations
@@ -114,10 +114,26 @@ def check_rewards(rewards: RewardSet, prompts: PromptSet) -> None:
     try:
         rewards.check(prompts.prompts)
     except ConfigError as error:
-        raise ConfigError(
-            f"evaluation.prompts = {prompts.source or 'the list given'}: {error}, or another list for the "
-            "evaluation (evaluation.after_training=false trains without one)"
-        ) from error
+        raise _of_evaluation(prompts, error) from error
+
+
+def check_drawable(pipeline: Pipeline, prompts: PromptSet) -> None:
+    """Lets a model refuse the evaluation's prompts before it is trained.
+
+    Raises:
+        ConfigError: it cannot draw one of them; the message says what can be done.
+    """
+    try:
+        pipeline.check_prompts(prompts.prompts)
+    except ConfigError as error:
+        raise _of_evaluation(prompts, error) from error
+
+
+def _of_evaluation(prompts: PromptSet, error: ConfigError) -> ConfigError:
+    return ConfigError(
+        f"evaluation.prompts = {prompts.source or 'the list given'}: {error}, or another list for the evaluation "
+        "(evaluation.after_training=false trains without one)"
+    )
 
 
 @dataclass
@@ -171,7 +187,9 @@ class Evaluator:
     def evaluate(self, pipeline: Pipeline, title: str = "evaluating") -> Evaluation:
         """Samples and judges one model. The images depend on the model and the evaluation's settings only."""
         settings, notes = self.config.evaluation, list(self._notes)
-        generator = ImageGenerator(pipeline, num_steps=settings.num_steps, batch=settings.batch)
+        generator = ImageGenerator(
+            pipeline, num_steps=settings.num_steps, batch=settings.batch, shift=self.config.sampler.shift
+        )
         scenes, size = self._scenes, tuple(pipeline.image_size)
         if scenes is not None and size != (IMAGE_SIZE, IMAGE_SIZE):
             scenes = None

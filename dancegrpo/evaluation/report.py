@@ -11,7 +11,7 @@ from dancegrpo.config import Config
 from dancegrpo.data import PromptSet
 from dancegrpo.evaluation.evaluate import Evaluator, evaluation_prompts, results
 from dancegrpo.evaluation.statistics import OVERALL
-from dancegrpo.pipelines import load_pipeline
+from dancegrpo.pipelines import PipelineOptions, load_pipeline
 from dancegrpo.runtime.files import check_writable, write_atomic
 
 Entry = dict[str, Any]
@@ -45,9 +45,11 @@ def evaluate_checkpoints(
     check_writable(file, "--json")
     checkpoint = checkpoint or config.model.checkpoint
     evaluator = Evaluator(config, prompts or evaluation_prompts(config))
-    compute, guidance = config.precision.compute, config.sampler.guidance_scale
-    model = load_pipeline(checkpoint, compute, guidance, weights, lora)
-    other = load_pipeline(compare, compute, guidance, lora=compare_lora) if compare else None
+    options = PipelineOptions.of(config)
+    model = load_pipeline(checkpoint, options, weights, lora)
+    other = load_pipeline(compare, options, lora=compare_lora) if compare else None
+    for pipeline in filter(None, (model, other)):
+        pipeline.check_prompts(evaluator.prompts.prompts)
     file.parent.mkdir(parents=True, exist_ok=True)
     found = evaluator.evaluate(model, "evaluating")
     base = evaluator.evaluate(other, f"evaluating {compare}") if other else None

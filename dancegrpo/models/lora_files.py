@@ -102,6 +102,7 @@ def save_lora(model: nn.Cell, folder: str | Path, prefix: str, weights: Arrays |
         "r": layer.lora_A.out_features,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "target_modules": list(layers),  # whole names: the end of one may be another module's name
+        **{"rank_pattern": {}, "alpha_pattern": {}},  # diffusers cannot do without them
     }
     packed = {f"{prefix}.{key}": value for key, value in settings.items()}
     file = Path(folder) / LORA_FILE

@@ -1,4 +1,4 @@
-"""Prompts to pictures with any pipeline: the Euler ODE, in calls of one fixed shape."""
+"""Prompts to pictures with any pipeline: the noise-free chain, in calls of one fixed shape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from dancegrpo.config import Config, ConfigError
 from dancegrpo.data import load_prompts
-from dancegrpo.diffusion import PolicyStep, Sampler, make_schedule, make_transition
-from dancegrpo.pipelines.base import Pipeline
+from dancegrpo.diffusion import PolicyStep, Sampler
+from dancegrpo.pipelines.base import Pipeline, PipelineOptions
 from dancegrpo.pipelines.loading import load_pipeline
 from dancegrpo.runtime import noise
 from dancegrpo.runtime.files import TEMPORARY_PREFIX
@@ -25,6 +25,7 @@ from dancegrpo.runtime.pixels import to_uint8
 
 GRID, RECORDS = "grid.png", "prompts.jsonl"
 _GRID_IMAGES, _GRID_COLUMNS, _GRID_CELL = 64, 8, 128
+_SHOWN = 60  # characters of a long prompt in a warning
 _ITERATION = 0  # training counts from 1, so its noise is never drawn here
 
 
@@ -56,13 +57,13 @@ class ImageGenerator:
     compiled after the first call.
     """
 
-    def __init__(self, pipeline: Pipeline, *, num_steps: int, batch: int, shift: float = 1.0):
+    def __init__(self, pipeline: Pipeline, *, num_steps: int, batch: int, shift: float | None = None):
         """
         Args:
             pipeline: from `load_pipeline`.
-            num_steps: steps of the Euler ODE.
+            num_steps: steps of the chain.
             batch: images per call.
-            shift: timestep shift of the schedule.
+            shift: timestep shift in place of that of the checkpoint's scheduler.
 
         Raises:
             ConfigError: a number is out of range.
@@ -71,14 +72,14 @@ class ImageGenerator:
             raise ConfigError(f"the batch (--batch, evaluation.batch) must be at least 1, got {batch}")
         self.pipeline = pipeline
         self.batch = batch
-        schedule = make_schedule("flow_match", num_steps, shift=shift)
-        self._sampler = Sampler(PolicyStep(pipeline.denoiser, make_transition("ode")), schedule, batch)
+        step = PolicyStep(pipeline.denoiser, pipeline.deterministic_transition())
+        self._sampler = Sampler(step, pipeline.schedule(num_steps, shift), batch)
 
     def stream(
         self, requests: Sequence[ImageRequest], seed: int, title: str = "sampling"
     ) -> Iterator[ImageBatch]:
         """Batches of images in the order of the requests, with a progress bar on standard error."""
-        conditions = self.pipeline.encode_prompts([request.prompt for request in requests])
+        self.pipeline.check_prompts([request.prompt for request in requests])
         total = len(requests)
         # A bar on a terminal only, and none for a single call.
         hidden = None if total > self.batch else True
@@ -86,7 +87,9 @@ class ImageGenerator:
             for start in range(0, total, self.batch):
                 rows = np.minimum(np.arange(start, start + self.batch), total - 1)
                 part = tuple(requests[row] for row in rows)
-                chain = self._sampler.sample(self._initial(part, seed), [array[rows] for array in conditions])
+                # Batch by batch: those of a thousand prompts of a large text encoder do not fit into memory.
+                conditions = self.pipeline.encode_prompts([request.prompt for request in part])
+                chain = self._sampler.sample(self._initial(part, seed), conditions)
                 count = min(self.batch, total - start)
                 yield ImageBatch(self.pipeline.decode(chain.final), part, count)
                 progress.update(count)
@@ -112,15 +115,12 @@ def requests_for(prompts: Sequence[str], images_per_prompt: int = 1) -> list[Ima
     """`images_per_prompt` candidates of each prompt, prompt after prompt.
 
     Raises:
-        ConfigError: no prompts, an empty prompt, or fewer than one image.
+        ConfigError: no prompts, or fewer than one image.
     """
     if not prompts:
         raise ConfigError("there is no prompt to make an image of")
     if images_per_prompt < 1:
         raise ConfigError(f"--num-images must be at least 1, got {images_per_prompt}")
-    blank = [index for index, prompt in enumerate(prompts) if not prompt.strip()]
-    if blank:
-        raise ConfigError(f"prompt {blank[0] + 1} of {len(prompts)} is empty")
     return [
         ImageRequest(prompt, index, candidate)
         for index, prompt in enumerate(prompts)
@@ -159,7 +159,8 @@ def warn_of_words(pipeline: Pipeline, prompts: Sequence[str]) -> None:
         )
     for prompt in dict.fromkeys(prompts):
         if pipeline.is_truncated(prompt):
-            print(f"warning: the end of {prompt!r} is cut off, it is too long for the model", file=sys.stderr)
+            shown = prompt if len(prompt) <= _SHOWN else f"{prompt[:_SHOWN]}..."
+            print(f"warning: the end of {shown!r} is cut off, it is too long for the model", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class GenerateOptions:
         output: folder for the images.
         prompts, prompts_file: prompts themselves, and a source of more of them (see `load_prompts`).
         images_per_prompt, num_steps, batch, seed: how many, in which steps, images per call, of which noise.
+        negative_prompt: see `config.SamplerConfig`.
         checkpoint, weights: see `load_pipeline`.
         overwrite: replace the images of an earlier call.
     """
@@ -181,6 +183,7 @@ class GenerateOptions:
     num_steps: int | None = None
     batch: int = 8
     seed: int = 0
+    negative_prompt: str | None = None
     checkpoint: str | None = None
     weights: str | None = None
     overwrite: bool = False
@@ -202,15 +205,15 @@ def generate(config: Config, options: GenerateOptions) -> tuple[int, Path]:
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
     folder = check_output(options.output, options.overwrite)
-    pipeline = load_pipeline(
-        options.checkpoint or config.model.checkpoint,
-        config.precision.compute,
-        config.sampler.guidance_scale,
-        options.weights,
-        config.model.lora,
-    )
+    asked = PipelineOptions.of(config)
+    if options.negative_prompt is not None:
+        asked = replace(asked, negative_prompt=options.negative_prompt)
+    checkpoint = options.checkpoint or config.model.checkpoint
+    pipeline = load_pipeline(checkpoint, asked, options.weights, config.model.lora)
     generator = ImageGenerator(pipeline, num_steps=steps, batch=options.batch, shift=config.sampler.shift)
-    warn_of_words(pipeline, [request.prompt for request in requests])
+    texts = [request.prompt for request in requests]
+    pipeline.check_prompts(texts)
+    warn_of_words(pipeline, texts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

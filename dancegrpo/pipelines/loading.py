@@ -4,12 +4,23 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-from dancegrpo.config import ConfigError
-from dancegrpo.pipelines.base import Pipeline
+from dancegrpo.config import ConfigError, choices_text
+from dancegrpo.diffusion.scheduler_config import SchedulerSettings
+from dancegrpo.pipelines.base import Pipeline, PipelineOptions
+from dancegrpo.pipelines.checkpoint import CheckpointPipeline
 from dancegrpo.runtime.runlog import checkpoint_path, saved_iterations
 
 SHIPPED = {"small-flux": Path(__file__).resolve().parent.parent / "assets" / "small-flux"}
-_FAMILIES = {"FluxPipeline": "dancegrpo.pipelines.flux"}
+# Class name in model_index.json -> module of dancegrpo.pipelines that has that class; imported when asked for.
+_FAMILIES = {
+    "DiTPipeline": "dit",
+    "FluxPipeline": "flux",
+    "PixArtAlphaPipeline": "pixart",
+    "PixArtSigmaPipeline": "pixart",
+    "StableDiffusion3Pipeline": "stable_diffusion_3",
+    "StableDiffusionPipeline": "stable_diffusion",
+    "StableDiffusionXLPipeline": "stable_diffusion_xl",
+}
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
@@ -41,51 +52,71 @@ def resolve_checkpoint(path: str | Path) -> Path:
     return folder
 
 
-def load_pipeline(
-    path: str | Path,
-    compute: str = "float32",
-    guidance_scale: float | None = None,
-    weights: str | None = None,
-    lora: str | None = None,
-) -> Pipeline:
-    """Load a pipeline for sampling or training.
-
-    Args:
-        path: see `resolve_checkpoint`.
-        compute: dtype name of the matrix products.
-        guidance_scale: for guidance-distilled models; None takes the model's default.
-        weights: `"raw"` takes the trained weights of a run that also kept an average, `"ema"` insists on the
-            average; None takes what the checkpoint shows (the average if there is one).
-        lora: a LoRA to add to the backbone's weights, see `models.lora_files.find_lora`.
+def find_family(folder: Path) -> type[CheckpointPipeline]:
+    """The class for a pipeline folder, by the name in its `model_index.json`; nothing of the folder is executed.
 
     Raises:
-        ConfigError: unknown pipeline class, missing or unfitting components or LoRA.
+        ConfigError: the file cannot be read, or names a class that is not supported.
     """
-    from dancegrpo.models.lora_files import find_lora, merge_stored, read_lora
-
-    folder = resolve_checkpoint(path)
-    lora_file = None if lora is None else find_lora(lora, folder)
     try:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / 'model_index.json'} cannot be read: {error}") from error
     family = index.get("_class_name") if isinstance(index, dict) else None
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise ConfigError(
-            f"{folder}: pipeline class {family!r} is not supported; valid: {', '.join(_FAMILIES)}"
+            f"{folder}: pipeline class {family!r} is not supported; {choices_text(str(family), _FAMILIES)}"
         )
-    pipeline = getattr(import_module(_FAMILIES[family]), family)(folder, compute, guidance_scale)
+    return getattr(import_module(f"dancegrpo.pipelines.{_FAMILIES[family]}"), family)
+
+
+def load_pipeline(
+    path: str | Path,
+    options: PipelineOptions | None = None,
+    weights: str | None = None,
+    lora: str | None = None,
+) -> CheckpointPipeline:
+    """Load a pipeline for sampling or training.
+
+    Args:
+        path: see `resolve_checkpoint`.
+        options: what the config asks for (`PipelineOptions.of`); None: nothing.
+        weights: `"raw"` takes the trained weights of a run that also kept an average, `"ema"` insists on the
+            average; None takes what the checkpoint shows (the average if there is one).
+        lora: a LoRA to add to the backbone's weights, see `models.lora_files.find_lora`.
+
+    Raises:
+        ConfigError: unknown pipeline class, missing or unfitting components or LoRA, options that the model cannot
+            follow.
+    """
+    from dancegrpo.models.lora_files import find_lora, merge_stored, read_lora
+
+    folder = resolve_checkpoint(path)
+    lora_file = None if lora is None else find_lora(lora, folder)
+    pipeline = find_family(folder)(folder, options)
     _choose_weights(pipeline, folder, weights)
     if lora_file is not None:
         merge_stored(pipeline.backbone, read_lora(lora_file, pipeline.component))
     return pipeline
 
 
+def read_process(path: str | Path) -> tuple[str, SchedulerSettings]:
+    """What a checkpoint was trained on, and its scheduler, as `rl.chain` takes them; no model is loaded.
+
+    Raises:
+        ConfigError: the checkpoint or its scheduler cannot be had.
+    """
+    folder = resolve_checkpoint(path)
+    family = find_family(folder)
+    return family.process, family.read_scheduler(folder)
+
+
 def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> None:
     from safetensors.numpy import load_file
 
+    from dancegrpo.models.loading import find_config
     from dancegrpo.models.lora_files import LORA_FILE, exchange, read_lora
-    from dancegrpo.models.weights import load_parameters, read_headers
+    from dancegrpo.models.weights import find_weights, load_parameters, read_headers
 
     if weights not in (None, "raw", "ema"):
         raise ConfigError(f"weights is {weights!r}; valid: raw, ema")
@@ -94,8 +125,10 @@ def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> No
         raise ConfigError(f"{folder} keeps no average of its weights; use --weights raw")
     if weights == "raw" and (state / "policy.safetensors").is_file():
         if not (folder / LORA_FILE).is_file():
-            load_parameters(pipeline.backbone, read_headers([state / "policy.safetensors"]), str(state))
+            shown = folder / pipeline.component  # parameters that are never trained are only there
+            stored = find_weights(shown, find_config(shown)[2])
+            load_parameters(pipeline.backbone, stored | read_headers([state / "policy.safetensors"]), str(state))
         elif (state / "average.safetensors").is_file():  # else what is shown is what was trained
             lora = read_lora(folder, pipeline.component)
-            shown, trained = (load_file(state / f"{name}.safetensors") for name in ("average", "policy"))
-            exchange(pipeline.backbone, lora, shown, trained)
+            average, policy = (load_file(state / f"{name}.safetensors") for name in ("average", "policy"))
+            exchange(pipeline.backbone, lora, average, policy)

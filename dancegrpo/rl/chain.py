@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dancegrpo.config import ConfigError, SamplerConfig
-from dancegrpo.diffusion import TRANSITIONS, Schedule, make_schedule, make_transition
+from dancegrpo.diffusion import TRANSITIONS, Schedule, chain_schedule, make_transition
+from dancegrpo.diffusion.scheduler_config import SchedulerSettings
 from dancegrpo.diffusion.transitions import Transition
-
-SchedulerSettings = tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def make_chain(
@@ -19,13 +16,29 @@ def make_chain(
     Args:
         sampler: the config's section.
         process: what the model was trained on, see `diffusion.kernel.Transition`.
-        scheduler: what `diffusion.read_scheduler` says of the checkpoint; a diffusion process needs it.
+        scheduler: what `diffusion.read_scheduler` says of the checkpoint; None: the defaults of "ddim" for a
+            diffusion process, a linear schedule for a flow.
+
+    Raises:
+        ConfigError: see `trained_transition` and `diffusion.chain_schedule`.
+    """
+    transition = trained_transition(sampler, process, scheduler)
+    if scheduler is None and process == "diffusion":
+        scheduler = ("ddim", {}, {})
+    schedule = chain_schedule(sampler.num_steps, scheduler, sampler.shift, sampler.truncate_timesteps)
+    return transition, schedule
+
+
+def trained_transition(
+    sampler: SamplerConfig, process: str = "flow", scheduler: SchedulerSettings | None = None
+) -> Transition:
+    """The transition of a rollout; arguments as of `make_chain`.
 
     Raises:
         ConfigError: an unknown transition, one of another process than the model's, or one without a density, which
             cannot be trained.
     """
-    name, of_schedule, of_transition = scheduler or ("ddim", {}, {})
+    of_transition = scheduler[2] if scheduler else {}
     settings = TRANSITIONS.accepted(sampler.transition, {"eta": sampler.eta, **of_transition})
     transition = make_transition(sampler.transition, **settings)
     if transition.process != process:
@@ -39,15 +52,7 @@ def make_chain(
             f"sampler.transition: {sampler.transition!r} is deterministic{level}, it has no density and there is "
             f"nothing to train; choose a stochastic transition: {_alternatives(process)}"
         )
-    if process == "diffusion":
-        return transition, make_schedule(name, sampler.num_steps, **of_schedule)
-    schedule = make_schedule(
-        "flow_match",
-        sampler.num_steps,
-        shift=sampler.shift,
-        truncate_timesteps=sampler.truncate_timesteps,
-    )
-    return transition, schedule
+    return transition
 
 
 def _alternatives(process: str) -> str:

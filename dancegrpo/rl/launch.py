@@ -92,15 +92,14 @@ def load_inputs(config: Config) -> RunInputs:
     _setup(config)
     from dancegrpo.evaluation.evaluate import check_rewards, evaluation_prompts
     from dancegrpo.models.lora_files import find_lora
-    from dancegrpo.pipelines import resolve_checkpoint
+    from dancegrpo.pipelines import read_process, resolve_checkpoint
     from dancegrpo.rewards import build_reward_set
     from dancegrpo.rl import trainer  # noqa: F401 (see `optim`: not where a model is at hand)
-    from dancegrpo.rl.chain import make_chain
+    from dancegrpo.rl.chain import trained_transition
 
-    folder = resolve_checkpoint(config.model.checkpoint)
+    trained_transition(config.sampler, *read_process(config.model.checkpoint))
     if config.model.lora is not None:
-        find_lora(config.model.lora, folder)
-    make_chain(config.sampler)
+        find_lora(config.model.lora, resolve_checkpoint(config.model.checkpoint))
     held_out = evaluation_prompts(config) if config.evaluation.after_training else None
     rewards = build_reward_set(
         config.reward, group_size=config.train.candidates, batch=config.train.micro_batch
@@ -122,12 +121,16 @@ def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | Non
         ConfigError: see `load_inputs`, or the model cannot be loaded.
     """
     inputs = inputs or load_inputs(config)
+    from dancegrpo.evaluation.evaluate import check_drawable
     from dancegrpo.models.lora import describe_lora
     from dancegrpo.ops import describe_operators
-    from dancegrpo.pipelines import load_pipeline
+    from dancegrpo.pipelines import PipelineOptions, load_pipeline
     from dancegrpo.rl.trainer import Trainer
 
-    pipeline = load_pipeline(config.model.checkpoint, config.precision.compute, config.sampler.guidance_scale)
+    pipeline = load_pipeline(config.model.checkpoint, PipelineOptions.of(config))
+    pipeline.check_prompts(inputs.prompts.prompts)
+    if inputs.evaluation_prompts is not None:
+        check_drawable(pipeline, inputs.evaluation_prompts)
     _warn_of_words(pipeline, inputs.prompts.prompts)
     print(f"computing with {describe_operators()}", flush=True)
     trainer = Trainer(config, pipeline, inputs.rewards, inputs.prompts, run_folder)

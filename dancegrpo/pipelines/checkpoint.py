@@ -1,0 +1,156 @@
+"""What pipelines from a checkpoint folder have in common, and the kind that most families are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mindspore import Tensor, nn, ops
+
+from dancegrpo.config import ConfigError
+from dancegrpo.diffusion import process_of, read_scheduler
+from dancegrpo.diffusion.scheduler_config import SchedulerSettings
+from dancegrpo.models import load_model
+from dancegrpo.models.loading import read_json
+from dancegrpo.pipelines.base import Pipeline, PipelineOptions
+from dancegrpo.pipelines.guidance import GuidedDenoiser, guidance_scale
+from dancegrpo.pipelines.sizes import image_size, vae_factor
+from dancegrpo.pipelines.text import TextTower
+from dancegrpo.runtime.precision import compute_dtype
+
+
+class CheckpointPipeline(Pipeline):
+    """Components from the sub-folders of a folder in the diffusers layout.
+
+    Attributes:
+        towers: the text encoders, empty where there is no text.
+        vae: the frozen autoencoder.
+    """
+
+    takes_text_encoder: ClassVar[bool] = False
+    """Whether `model.text_encoder` has a meaning."""
+    scheduler_changes: ClassVar[Mapping[str, Any]] = {}
+    """Scheduler options that diffusers' pipeline sets whatever the checkpoint says."""
+
+    def __init__(self, folder: str | Path, options: PipelineOptions | None = None):
+        super().__init__(Path(folder), options)
+        if self.options.text_encoder is not None and not self.takes_text_encoder:
+            raise ConfigError(
+                f"model.text_encoder is {self.options.text_encoder!r}, but {self.family} only takes its own; set it "
+                "to null"
+            )
+        self.index = read_json(self.folder / "model_index.json")
+        self.scheduler = self.read_scheduler(self.folder)
+        self.dtype = compute_dtype(self.options.compute)
+        self.towers: list[TextTower] = []
+        self.backbone = load_model(self.folder / self.component, self.dtype)
+        self.vae = load_model(self.folder / "vae", self.dtype, parameters_dtype=self.dtype)
+        for parameter in self.vae.get_parameters():
+            parameter.requires_grad = False
+
+    @classmethod
+    def read_scheduler(cls, folder: Path) -> SchedulerSettings:
+        """What a checkpoint's scheduler says, without loading a model.
+
+        Raises:
+            ConfigError: it cannot be read, is not supported, or is of another process than the family's.
+        """
+        scheduler = read_scheduler(folder / "scheduler", cls.scheduler_changes)
+        if process_of(scheduler) != cls.process:
+            raise ConfigError(
+                f"{folder / 'scheduler'} is of a {process_of(scheduler)} process, but {cls.family} is a model of a "
+                f"{cls.process} process"
+            )
+        return scheduler
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has that component."""
+        entry = self.index.get(name)
+        return isinstance(entry, list) and bool(entry) and entry[0] is not None
+
+    def tower(
+        self,
+        name: str,
+        tokenizer: str,
+        outputs: Sequence[str],
+        context: int | None = None,
+        masked: bool = False,
+    ) -> TextTower:
+        """Loads a text encoder and adds it to `towers`."""
+        tower = TextTower(self.folder / name, self.folder / tokenizer, outputs, self.dtype, context, masked)
+        self.towers.append(tower)
+        return tower
+
+    def check_fit(self, *pairs: tuple[str, int, str, int]) -> None:
+        """Refuses components that do not fit together: (option, its value, what it must equal, that value)."""
+        for name, value, other, expected in pairs:
+            if value != expected:
+                raise ConfigError(
+                    f"{self.folder}: {self.component} {name} is {value}, but {other} is {expected}"
+                )
+
+    def unknown_words(self, prompt: str) -> list[str]:
+        words = [tower.tokenizer.unknown_words(prompt) for tower in self.towers]
+        return [word for word in words[0] if all(word in other for other in words[1:])] if words else []
+
+    def is_truncated(self, prompt: str) -> bool:
+        return bool(self.towers) and all(tower.tokenizer.is_truncated(prompt) for tower in self.towers)
+
+
+class LatentDecoder(nn.Cell):
+    """Latents (B, C, h, w) as the sampler has them to images (B, 3, H, W) in [0, 1]."""
+
+    def __init__(self, vae: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.vae = vae
+        self.scale, self.shift = 1.0 / vae.config.scaling_factor, float(vae.config.shift_factor or 0.0)
+
+    def construct(self, latents: Tensor) -> Tensor:
+        return ops.clamp(self.vae.decode(latents * self.scale + self.shift) * 0.5 + 0.5, 0.0, 1.0)
+
+
+class GuidedPipeline(CheckpointPipeline):
+    """A backbone on latents (C, h, w) with classifier-free guidance: every family but FLUX."""
+
+    default_guidance: ClassVar[float]
+    default_sample_size: ClassVar[int] = 64
+    """Latents of a side where the backbone's config is silent."""
+    takes_negative_prompt: ClassVar[bool] = True
+
+    def __init__(self, folder: str | Path, options: PipelineOptions | None = None):
+        super().__init__(folder, options)
+        scale = guidance_scale(self.options, self.default_guidance, self.family, self.takes_negative_prompt)
+        config = self.backbone.config
+        size = config.sample_size or self.default_sample_size
+        multiple = getattr(config, "patch_size", 1)
+        self.image_size = image_size(self.options, self.vae, size, multiple, self.largest_side())
+        rows, columns = (side // vae_factor(self.vae) for side in self.image_size)
+        self.latent_shape = (config.in_channels, rows, columns)
+        self.check_fit(
+            ("in_channels", config.in_channels, "VAE latent_channels", self.vae.config.latent_channels)
+        )
+        if self.process == "flow":
+            name, settings, _ = self.scheduler
+            tokens = rows * columns // multiple**2
+            self.scheduler = (name, settings | {"image_seq_len": tokens, "explicit_sigmas": False}, {})
+        self.load_text()
+        self.guided = scale > 1
+        denoiser = self.make_denoiser()
+        self.denoiser = GuidedDenoiser(denoiser, scale) if self.guided else denoiser
+        self._decoder = LatentDecoder(self.vae)
+
+    def largest_side(self) -> int | None:
+        """Latents of the largest side that the backbone takes; None: any."""
+        return None
+
+    def load_text(self) -> None:
+        """Loads text encoders and checks that they fit the backbone."""
+
+    @abstractmethod
+    def make_denoiser(self) -> nn.Cell:
+        """The backbone behind the denoiser's interface, for one branch."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self._decoder(latents)
