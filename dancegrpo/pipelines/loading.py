@@ -127,7 +127,9 @@ def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> No
         if not (folder / LORA_FILE).is_file():
             shown = folder / pipeline.component  # parameters that are never trained are only there
             stored = find_weights(shown, find_config(shown)[2])
-            load_parameters(pipeline.backbone, stored | read_headers([state / "policy.safetensors"]), str(state))
+            load_parameters(
+                pipeline.backbone, stored | read_headers([state / "policy.safetensors"]), str(state)
+            )
         elif (state / "average.safetensors").is_file():  # else what is shown is what was trained
             lora = read_lora(folder, pipeline.component)
             average, policy = (load_file(state / f"{name}.safetensors") for name in ("average", "policy"))
