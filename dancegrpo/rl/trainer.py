@@ -52,7 +52,7 @@ class Trainer:
         run_folder: opened for this run; the trainer continues after ``run_folder.start``.
 
     Raises:
-        ConfigError: a transition without a density.
+        ConfigError: a transition without a density, or no room for encoded prompts (`Pipeline.prepare_prompts`).
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Trainer:
             run_folder,
         )
         train = config.train
+        pipeline.prepare_prompts(prompt_set.prompts, config.model.drop_text_encoder)
         transition, self.schedule = make_chain(config.sampler, pipeline.process, pipeline.scheduler)
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
         self.sampler = Sampler(
