@@ -127,6 +127,11 @@ def check_counts(config: Config, file: str = "config", overrides: Mapping[str, s
             f"{origin('train.clip_range', 'train.clip_unit')}: train.clip_range must be below 1, got "
             f"{train.clip_range:g}; to give it in standard deviations of the ratio set train.clip_unit=spread"
         )
+    if config.model.drop_text_encoder and not config.output.embedding_cache:
+        raise ConfigError(
+            f"{origin('model.drop_text_encoder', 'output.embedding_cache')}: model.drop_text_encoder: true needs "
+            "output.embedding_cache: true, which keeps what the encoder said"
+        )
     for key, ranks in (("parallel.data", config.parallel.data), ("parallel.tensor", config.parallel.tensor)):
         if ranks != 1:
             raise ConfigError(f"{origin(key)}: {key} = {ranks} is not supported yet; the valid choice is 1")

@@ -57,6 +57,10 @@ class ModelConfig:
         "text tokens of a T5 or LLaMA (FLUX 512, SD3 256, PixArt 120 or 300); null: the family's",
         minimum=1,
     )
+    drop_text_encoder: bool = _key(
+        False,
+        "encode all prompts before training and give the text encoder's memory back; needs output.embedding_cache",
+    )
 
 
 @dataclass(frozen=True)
@@ -281,6 +285,10 @@ class OutputConfig:
     sample_prompts: int = _key(8, "prompts of a sample grid", minimum=1)
     tensorboard: bool = _key(True, "write TensorBoard events into the run folder")
     compile_cache: bool = _key(True, "keep compiled graphs in the user's cache folder for the next start")
+    embedding_cache: bool = _key(True, "keep encoded prompts in the user's cache folder for the next run")
+    embedding_cache_gb: float = _key(
+        8.0, "10^9 bytes of encoded prompts that are kept there, of all runs; the oldest go first", above=0.0
+    )
 
 
 @dataclass(frozen=True)

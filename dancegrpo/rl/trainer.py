@@ -54,7 +54,8 @@ class Trainer:
         run_folder: opened for this run; the trainer continues after ``run_folder.start``.
 
     Raises:
-        ConfigError: a transition without a density, or a LoRA that does not fit the backbone.
+        ConfigError: a transition without a density, a LoRA that does not fit the backbone, or no room for encoded
+            prompts (`Pipeline.prepare_prompts`).
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Trainer:
         )
         train = config.train
         adapt(pipeline.backbone, config.lora, config.model.lora, pipeline.component, train.seed)
+        pipeline.prepare_prompts(prompt_set.prompts, config.model.drop_text_encoder)
         transition, self.schedule = make_chain(config.sampler, pipeline.process, pipeline.scheduler)
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
         self.sampler = Sampler(

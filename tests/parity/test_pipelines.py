@@ -74,6 +74,7 @@ def test_images_are_those_of_diffusers(case, tmp_path):
     without = ("text_encoder_3",) if variant == "no T5" else ()
     ours = save_pipeline(family, tmp_path / "ours", without)
     extra = {"add_watermarker": False} if family == "sdxl" else {}
+    extra |= dict.fromkeys(without + tuple(name.replace("text_encoder", "tokenizer") for name in without))
     extra |= {"safety_checker": None} if family.startswith("sd1") or family == "sd21" else {}
     pipe = getattr(diffusers, FAMILIES[family][0]).from_pretrained(ours, **extra)
     pipe.save_pretrained(tmp_path / "theirs")
