@@ -296,10 +296,10 @@ class Config:
     """The whole tree."""
 
     model: ModelConfig = _section(ModelConfig)
+    lora: LoraConfig = _section(LoraConfig)
     sampler: SamplerConfig = _section(SamplerConfig)
     data: DataConfig = _section(DataConfig)
     reward: RewardConfig = _section(RewardConfig)
-    lora: LoraConfig = _section(LoraConfig)
     train: TrainConfig = _section(TrainConfig)
     evaluation: EvaluationConfig = _section(EvaluationConfig)
     parallel: ParallelConfig = _section(ParallelConfig)
