@@ -73,7 +73,7 @@ def test_override_values():
         ("train.candidate=3", "did you mean 'train.candidates'?"),
         ("trian.candidates=3", "did you mean 'train.candidates'?"),
         ("candidates=3", "did you mean 'train.candidates'?"),
-        ("nonsense.nothing=1", "the sections are model, sampler"),
+        ("nonsense.nothing=1", "the sections are model, lora, sampler"),
         ("train.iterations", "must look like section.key=value"),
         ("train.candidates=many", "must be a whole number, got 'many' (a text)"),
         ("train.candidates=12.0", "must be a whole number, got 12.0 (a number)"),
