@@ -71,11 +71,13 @@ def draw(
         overall = [entry["accuracy"]["overall"] for entry in entries]
         label = {"C0": "trained", "C7": "control: shuffled advantages"}[color]
         label = label if run in (runs[:1] + control[:1]) else None
-        left.plot(iterations, [100 * e["value"] for e in overall], style, color=color, label=label)
+        left.plot(
+            iterations, [100 * e["value"] for e in overall], style, marker=".", color=color, label=label
+        )
         low, high = ([100 * e[key] for e in overall] for key in ("low", "high"))
         left.fill_between(iterations, low, high, color=color, alpha=0.08)
         clip = [next(v["mean"] for k, v in e["reward"].items() if "Clip" in k) for e in entries]
-        right.plot(iterations, clip, style, color=color)
+        right.plot(iterations, clip, style, marker=".", color=color)
     images = known[start]["accuracy"]["overall"]["n"]
     left.set(xlabel="iteration", ylabel=f"accuracy, % of {images} held-out images")
     right.set(xlabel="iteration", ylabel="CLIP score of the same images")
