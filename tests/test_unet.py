@@ -1,6 +1,7 @@
 """The U-Nets and the convolutional autoencoders against diffusers' numbers, in graph mode."""
 
 import json
+import sys
 from pathlib import Path
 
 import mindspore as ms
@@ -9,11 +10,15 @@ import pytest
 from mindspore import Tensor, nn, ops
 from safetensors.numpy import load_file, save_file
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from public_configs import PUBLIC
+
 from dancegrpo.config import ConfigError
 from dancegrpo.models import load_model, save_model
 from dancegrpo.models.autoencoder_kl import AutoencoderKLConfig
 from dancegrpo.models.layers import set_compute_dtype
-from dancegrpo.models.loading import build_model, named_parameters, parameter_arrays
+from dancegrpo.models.loading import build_model, named_parameters
+from dancegrpo.models.saving import parameter_arrays
 from dancegrpo.ops import Convolution, GroupNorm
 from dancegrpo.ops import convolution as convolution_module
 from dancegrpo.runtime.setup import setup_runtime
@@ -155,28 +160,7 @@ def test_added_conditions_are_asked_for_where_the_model_has_them():
         load_model(MODELS / "unet_sdxl_like")(**inputs)
 
 
-# As published with Stable Diffusion 1.5, with fewer channels.
-_SD15_CONFIG = {
-    "_class_name": "UNet2DConditionModel",
-    "_diffusers_version": "0.6.0",
-    "act_fn": "silu",
-    "attention_head_dim": 8,
-    "block_out_channels": [32, 64, 96, 96],
-    "center_input_sample": False,
-    "cross_attention_dim": 768,
-    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
-    "downsample_padding": 1,
-    "flip_sin_to_cos": True,
-    "freq_shift": 0,
-    "in_channels": 4,
-    "layers_per_block": 2,
-    "mid_block_scale_factor": 1,
-    "norm_eps": 1e-05,
-    "norm_num_groups": 32,
-    "out_channels": 4,
-    "sample_size": 64,
-    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
-}
+_SD15_CONFIG = PUBLIC["stable-diffusion-v1-5"]["unet"] | {"block_out_channels": [32, 64, 96, 96]}
 
 
 def test_the_published_config_of_sd15_builds_all_its_parameters():
