@@ -29,7 +29,7 @@ REQUIRES = [
 # None of these is needed to train or to sample.
 EXTRAS = {
     "convert": ["torch==2.13.0"],
-    "parity": ["torch==2.13.0", "diffusers==0.36.0", "transformers==4.57.1"],
+    "parity": ["torch==2.13.0", "diffusers==0.36.0", "transformers==4.57.1", "peft==0.17.1"],
     "t5": ["sentencepiece>=0.2,<0.3"],
     "clip": ["open_clip_torch>=2.24,<4"],
     "ocr": ["rapidocr>=3.0,<4", "onnxruntime>=1.17,<2"],

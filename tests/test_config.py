@@ -73,7 +73,7 @@ def test_override_values():
         ("train.candidate=3", "did you mean 'train.candidates'?"),
         ("trian.candidates=3", "did you mean 'train.candidates'?"),
         ("candidates=3", "did you mean 'train.candidates'?"),
-        ("nonsense.nothing=1", "the sections are model, sampler"),
+        ("nonsense.nothing=1", "the sections are model, lora, sampler"),
         ("train.iterations", "must look like section.key=value"),
         ("train.candidates=many", "must be a whole number, got 'many' (a text)"),
         ("train.candidates=12.0", "must be a whole number, got 12.0 (a number)"),
@@ -83,8 +83,8 @@ def test_override_values():
         ("train.learning_rate=.inf", "must be finite"),
         ("precision.compute=float23", "did you mean 'float32'? (valid: bfloat16, float16, float32)"),
         (
-            "train.candidates=7",
-            "84 images do not divide by train.micro_batch = 48; nearest valid train.micro_batch: 42 or 84",
+            "train.candidates=101",
+            "1212 images do not divide by train.micro_batch = 48; nearest valid train.micro_batch: 12 or 101",
         ),
         ("train.updates_per_rollout=5", "nearest valid train.updates_per_rollout: 3 or 9"),
         ("train.timestep_fraction=0.1", "less than one step; use at least 0.2"),
@@ -92,11 +92,7 @@ def test_override_values():
             "train.timestep_selection=random",
             "sampler.stochastic: trained needs train.timestep_selection: first",
         ),
-        (
-            "train.trained_prompts=13",
-            "train.trained_prompts = 13 is more than data.prompts_per_iteration = 12",
-        ),
-        ("train.trained_prompts=5", "180 trained transitions (60 images x 3 steps) do not divide by"),
+        ("train.trained_prompts=0", "must be at least 1, got 0"),
         ("parallel.tensor=2", "not supported yet"),
         ("reward.terms=[]", "must not be empty"),
         ("reward.terms=clip_score", "is 'clip_score' (a text), but must be a list of at least one"),
@@ -143,13 +139,13 @@ def test_bad_file_is_named(tmp_path, text, message):
 
 def test_counts_that_do_not_fit_are_blamed_on_who_set_them(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("train: {candidates: 7}")
+    file.write_text("train: {candidates: 101}")
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["train.iterations=3"])
     assert str(caught.value).startswith(f"{file}: data.prompts_per_iteration * train.candidates")
     with pytest.raises(ConfigError) as caught:
-        load_config(file, ["train.micro_batch=9"])
-    assert str(caught.value).startswith(f"--set train.micro_batch=9 with {file}: ")
+        load_config(file, ["train.micro_batch=30"])
+    assert str(caught.value).startswith(f"--set train.micro_batch=30 with {file}: ")
     assert load_config(None, ["train.clip_range=2", "train.clip_unit=spread"]).train.clip_range == 2
 
 
@@ -180,6 +176,10 @@ def test_counts():
         2,
     )
     assert "96  8 x 12, in 2 calls of 48" in counts_table(config)
+    # A micro-batch that does not divide the counts is lowered, and small iterations make one call.
+    odd = ["train.candidates=7", "data.prompts_per_iteration=12", "train.updates_per_rollout=1"]
+    assert load_config(None, [*odd, "train.micro_batch=72"]).train.micro_batch == 42
+    assert load_config(None, ["train.candidates=2", "data.prompts_per_iteration=2"]).train.micro_batch == 4
     # 0.29 * 100 is 28.999999999999996 in binary
     config = load_config(
         None, ["sampler.num_steps=101", "train.timestep_fraction=0.29", "train.updates_per_rollout=1"]

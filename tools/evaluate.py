@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from dancegrpo.config import load_config
 from dancegrpo.runtime.checkpoints import config_of
-from dancegrpo.runtime.cli import checkpoint_options, common_options, run_cli
+from dancegrpo.runtime.cli import checkpoint_options, common_options, model_overrides, run_cli
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     given = {"prompts": args.prompts, "images": args.images, "seed": args.seed}
     overrides = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
-    config = load_config(args.config or config_of(args.checkpoint), [*args.set, *overrides])
+    config = load_config(args.config or config_of(args.checkpoint), [*model_overrides(args), *overrides])
 
     from dancegrpo.runtime.setup import setup_runtime
 
@@ -49,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dancegrpo.evaluation.report import evaluate_checkpoints, format_comparison, format_results
 
     results = evaluate_checkpoints(
-        config, args.json, checkpoint=args.checkpoint, weights=args.weights, compare=args.compare
+        config,
+        args.json,
+        checkpoint=args.checkpoint,
+        weights=args.weights,
+        compare=args.compare,
+        lora=config.model.lora,
     )
     print(format_comparison(results, "compare", "checkpoint") if args.compare else format_results(results))
     print(f"written to {args.json}")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from dancegrpo.config import load_config
 from dancegrpo.runtime.checkpoints import config_of
-from dancegrpo.runtime.cli import checkpoint_options, common_options, run_cli
+from dancegrpo.runtime.cli import checkpoint_options, common_options, model_overrides, run_cli
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
-    config = load_config(args.config or config_of(args.checkpoint), args.set)
+    config = load_config(args.config or config_of(args.checkpoint), model_overrides(args))
 
     from dancegrpo.runtime.setup import setup_runtime
 

@@ -51,7 +51,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def config_of(args: argparse.Namespace) -> Config:
     """The config given, else that of the run to resume or to start from, else the default."""
     known = run_config(args.output) if args.resume is not False else None
-    overrides = list(args.set)
+    # A run's own LoRA to start from is part of its checkpoints.
+    overrides = [*(["model.lora=null"] if args.checkpoint else []), *args.set]
     overrides += [f"train.seed={args.seed}"] if args.seed is not None else []
     overrides += [f"model.checkpoint={args.checkpoint}"] if args.checkpoint else []
     return load_config(args.config or known or run_config(args.checkpoint), overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dancegrpo.config.errors import ConfigError
 from dancegrpo.config.schema import Config
@@ -34,7 +34,7 @@ def derive_counts(config: Config) -> Counts:
     train = config.train
     prompts = config.data.prompts_per_iteration
     images = prompts * train.candidates
-    trained_prompts = prompts if train.trained_prompts is None else train.trained_prompts
+    trained_prompts = min(prompts, train.trained_prompts or prompts)
     # The last transition does not reach the decoded image, so it is never trained. The small term undoes
     # binary rounding: 0.29 * 100 is 28.999999999999996.
     trained = math.floor(train.timestep_fraction * (config.sampler.num_steps - 1) + 1e-9)
@@ -55,6 +55,21 @@ def derive_counts(config: Config) -> Counts:
         rollout_calls=images // train.micro_batch,
         micro_batches_per_update=per_update // train.micro_batch,
     )
+
+
+def fit_micro_batch(config: Config) -> Config:
+    """The config with ``train.micro_batch`` lowered to the largest number that divides its counts.
+
+    As long as that is at least half of what is allowed, or all images of a small iteration fit into one call; else
+    the config is returned as it is, and ``check_counts`` refuses it: calls of a few images are slow.
+    """
+    counts, allowed = derive_counts(config), config.train.micro_batch
+    updates = config.train.updates_per_rollout
+    common = math.gcd(counts.images, counts.transitions // updates)
+    fitting = max((d for d in _divisors(common) if d <= allowed), default=0)
+    if counts.transitions % updates or 2 * fitting < min(allowed, counts.images):
+        return config
+    return replace(config, train=replace(config.train, micro_batch=fitting))
 
 
 def check_counts(config: Config, file: str = "config", overrides: Mapping[str, str] | None = None) -> None:
@@ -94,11 +109,6 @@ def check_counts(config: Config, file: str = "config", overrides: Mapping[str, s
             f"{train.micro_batch}; nearest valid train.micro_batch: "
             f"{_nearest(train.micro_batch, _divisors(counts.images))}"
         )
-    if counts.trained_prompts > counts.prompts:
-        raise ConfigError(
-            f"{origin('train.trained_prompts', 'data.prompts_per_iteration')}: train.trained_prompts = "
-            f"{counts.trained_prompts} is more than data.prompts_per_iteration = {counts.prompts}"
-        )
     if counts.transitions % (train.updates_per_rollout * train.micro_batch):
         calls = counts.transitions // train.micro_batch
         raise ConfigError(
@@ -116,6 +126,11 @@ def check_counts(config: Config, file: str = "config", overrides: Mapping[str, s
         raise ConfigError(
             f"{origin('train.clip_range', 'train.clip_unit')}: train.clip_range must be below 1, got "
             f"{train.clip_range:g}; to give it in standard deviations of the ratio set train.clip_unit=spread"
+        )
+    if config.model.drop_text_encoder and not config.output.embedding_cache:
+        raise ConfigError(
+            f"{origin('model.drop_text_encoder', 'output.embedding_cache')}: model.drop_text_encoder: true needs "
+            "output.embedding_cache: true, which keeps what the encoder said"
         )
     for key, ranks in (("parallel.data", config.parallel.data), ("parallel.tensor", config.parallel.tensor)):
         if ranks != 1:

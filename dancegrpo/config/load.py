@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dancegrpo.config.counts import check_counts
+from dancegrpo.config.counts import check_counts, fit_micro_batch
 from dancegrpo.config.errors import ConfigError, choices_text
 from dancegrpo.config.schema import Config, RewardConfig, RewardTerm
 
@@ -58,7 +58,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     """
     file = find_config(path or DEFAULT_CONFIG)
     overrides, source = list(overrides), str(path or DEFAULT_CONFIG)
-    config = load_sections(Config, file, overrides, source)
+    config = fit_micro_batch(load_sections(Config, file, overrides, source))
     check_counts(config, source, {text.partition("=")[0].strip(): f"--set {text}" for text in overrides})
     return config
 
@@ -268,6 +268,7 @@ _TYPE_NAMES = {
     bool: "true or false",
     str: "a text",
     type(None): "null",
+    tuple[str, ...]: "a list of texts",
 }
 
 
@@ -277,6 +278,8 @@ def _check(value: Any, hint: Any, field: dataclasses.Field, dotted: str, origin:
     expected = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in allowed)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if tuple[str, ...] in allowed and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
     if type(value) not in allowed:
         raise ConfigError(f"{origin}: {dotted} must be {expected}, got {_shown(value)}")
     if value is None:

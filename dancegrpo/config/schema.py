@@ -41,6 +41,11 @@ class ModelConfig:
         "small-flux",
         "the model to start from: 'small-flux' (shipped), a folder in diffusers layout, or a run folder",
     )
+    lora: str | None = _key(
+        None,
+        "a LoRA for that model: a safetensors file in diffusers' names, or a folder or run with one; it is trained on "
+        "with lora.rank, and becomes part of the weights without",
+    )
     height: int | None = _key(None, "height of the images in pixels; null: the model's own", minimum=1)
     width: int | None = _key(None, "width of the images in pixels; null: the model's own", minimum=1)
     text_encoder: str | None = _key(
@@ -51,6 +56,30 @@ class ModelConfig:
         None,
         "text tokens of a T5 or LLaMA (FLUX 512, SD3 256, PixArt 120 or 300); null: the family's",
         minimum=1,
+    )
+    drop_text_encoder: bool = _key(
+        False,
+        "encode all prompts before training and give the text encoder's memory back; needs output.embedding_cache",
+    )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank corrections that are trained in place of the weights, which stay as they are."""
+
+    rank: int = _key(0, "rank of the corrections; 0 trains all weights", minimum=0)
+    alpha: float | None = _key(
+        None, "corrections are scaled by alpha / rank; null: by 1, or the alpha of model.lora", above=0.0
+    )
+    targets: tuple[str, ...] | None = _key(
+        None,
+        "layers that are corrected: their names or ends of them, as PEFT's target_modules; null: all projections of "
+        "every attention, or those of model.lora",
+    )
+    dtype: str = _key(
+        "float32",
+        "number format in which the model holds the corrections; the optimizer's copy is float32",
+        choices=("float32", "float16", "bfloat16"),
     )
 
 
@@ -143,8 +172,8 @@ class TrainConfig:
     seed: int = _key(0, "the same seed gives the same run, byte by byte", minimum=0, maximum=2**63 - 1)
     micro_batch: int = _key(
         48,
-        "images per graph call in the rollout and transitions per gradient graph call: "
-        "memory grows with it, results do not depend on it beyond rounding",
+        "at most so many images per graph call in the rollout and transitions per gradient graph call; the largest "
+        "number that divides both is taken: memory grows with it, results do not depend on it beyond rounding",
         minimum=1,
     )
     updates_per_rollout: int = _key(1, "optimizer steps on the transitions of one rollout", minimum=1)
@@ -153,7 +182,7 @@ class TrainConfig:
     )
     trained_prompts: int | None = _key(
         None,
-        "prompts of an iteration that are trained on: those whose candidates' rewards differ most; null: all",
+        "train on at most so many of an iteration's prompts: those whose candidates' rewards differ most; null: all",
         minimum=1,
     )
     timestep_selection: str = _key(
@@ -256,6 +285,10 @@ class OutputConfig:
     sample_prompts: int = _key(8, "prompts of a sample grid", minimum=1)
     tensorboard: bool = _key(True, "write TensorBoard events into the run folder")
     compile_cache: bool = _key(True, "keep compiled graphs in the user's cache folder for the next start")
+    embedding_cache: bool = _key(True, "keep encoded prompts in the user's cache folder for the next run")
+    embedding_cache_gb: float = _key(
+        8.0, "10^9 bytes of encoded prompts that are kept there, of all runs; the oldest go first", above=0.0
+    )
 
 
 @dataclass(frozen=True)
@@ -263,6 +296,7 @@ class Config:
     """The whole tree."""
 
     model: ModelConfig = _section(ModelConfig)
+    lora: LoraConfig = _section(LoraConfig)
     sampler: SamplerConfig = _section(SamplerConfig)
     data: DataConfig = _section(DataConfig)
     reward: RewardConfig = _section(RewardConfig)
@@ -279,4 +313,5 @@ class Config:
             values = getattr(self, section.name)
             tree[section.name] = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
         tree["reward"]["terms"] = [term.to_dict() for term in self.reward.terms]
+        tree["lora"]["targets"] = self.lora.targets and list(self.lora.targets)
         return tree

@@ -24,6 +24,8 @@ def evaluate_checkpoints(
     checkpoint: str | None = None,
     weights: str | None = None,
     compare: str | None = None,
+    lora: str | None = None,
+    compare_lora: str | None = None,
     prompts: PromptSet | None = None,
 ) -> dict[str, Any]:
     """Evaluates one checkpoint, or two on the same prompts and noise, and writes the results.
@@ -33,6 +35,7 @@ def evaluate_checkpoints(
         json_file: where the results go.
         checkpoint, weights: see `load_pipeline`; None is `model.checkpoint` of the config.
         compare: the checkpoint that the difference is taken to.
+        lora, compare_lora: a LoRA to add to either one, see `load_pipeline`.
         prompts: None are those that the config names.
 
     Raises:
@@ -43,8 +46,8 @@ def evaluate_checkpoints(
     checkpoint = checkpoint or config.model.checkpoint
     evaluator = Evaluator(config, prompts or evaluation_prompts(config))
     options = PipelineOptions.of(config)
-    model = load_pipeline(checkpoint, options, weights)
-    other = load_pipeline(compare, options) if compare else None
+    model = load_pipeline(checkpoint, options, weights, lora)
+    other = load_pipeline(compare, options, lora=compare_lora) if compare else None
     for pipeline in filter(None, (model, other)):
         pipeline.check_prompts(evaluator.prompts.prompts)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -64,12 +64,7 @@ def convert(
     files = _find_pickles(source)
     config_file = _config_beside(files[0]) if config is None else Path(config)
     options = _read_options(config_file)
-    tensors: dict[str, Any] = {}
-    for file in files:
-        for name, tensor in _read_tensors(file).items():
-            if name in tensors:
-                raise ConfigError(f"{source}: {name} is in several files")
-            tensors[name] = tensor
+    tensors = _read_all(files)
 
     def fetch(name: str) -> np.ndarray:
         array = _to_numpy(tensors[name])
@@ -77,9 +72,8 @@ def convert(
         return cast(array, dtype, name) if dtype and is_float else array
 
     is_open_clip = config_file.name == OPEN_CLIP_CONFIG
-    stem = "open_clip_model" if is_open_clip else "model"
-    if "_class_name" in options and not is_open_clip:
-        stem = "diffusion_pytorch_model"
+    plain = "diffusion_pytorch_model" if "_class_name" in options else "model"
+    stem = "open_clip_model" if is_open_clip else plain
     sizes = {name: _size(tensor, dtype) for name, tensor in tensors.items()}
     with write_folder_atomic(output) as new:
         write_weights(new, stem, sizes, fetch, shard_bytes)
@@ -135,6 +129,16 @@ def _read_options(file: Path) -> dict:
     if not isinstance(options, dict):
         raise ConfigError(f"{file} must hold an object with the model's options")
     return options
+
+
+def _read_all(files: list[Path]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for file in files:
+        for name, tensor in _read_tensors(file).items():
+            if name in tensors:
+                raise ConfigError(f"{file}: {name} is in another file as well")
+            tensors[name] = tensor
+    return tensors
 
 
 def _read_tensors(file: Path) -> Mapping[str, Any]:

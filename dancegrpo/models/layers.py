@@ -15,6 +15,7 @@ class Linear(nn.Cell):
     """y = x W^T + b over the last axis; `weight` (out, in), `bias` (out,).
 
     With `compute_dtype` set (see `set_compute_dtype`) the product runs in that dtype, parameters stay as they are.
+    With a LoRA (see `lora.add_lora`) W is W + scale B A, computed as two more, narrow products.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
@@ -29,6 +30,7 @@ class Linear(nn.Cell):
         self.in_features, self.out_features = in_features, out_features
         self.compute_dtype = ms.float32
         self.product = ops.MatMul(transpose_b=True)
+        self.has_lora, self.lora_scale = False, 1.0
 
     def construct(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         y = self._flat_product(x)
@@ -42,7 +44,10 @@ class Linear(nn.Cell):
 
     def _flat_product(self, x: Tensor) -> Tensor:  # (..., in) -> (N, out)
         flat = x.reshape((-1, self.in_features)).astype(self.compute_dtype)
-        return self.product(flat, self.weight.astype(self.compute_dtype))
+        y = self.product(flat, self.weight.astype(self.compute_dtype))
+        if self.has_lora:  # the factor goes where the numbers are few
+            y = y + self.lora_B.without_bias(self.lora_A.without_bias(flat) * self.lora_scale)
+        return y
 
 
 class Embedding(nn.Cell):

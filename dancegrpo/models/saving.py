@@ -16,6 +16,7 @@ from mindspore import nn
 from safetensors.numpy import save_file
 
 from dancegrpo.config import ConfigError, choices_text
+from dancegrpo.models.lora import lora_parameters, merged_arrays
 from dancegrpo.models.weights import find_weights, match_weights, named_parameters
 from dancegrpo.runtime.files import write_folder_atomic
 from dancegrpo.runtime.precision import DTYPES
@@ -46,13 +47,14 @@ def save_model(
     """Write the config and safetensors weights, as the reference library would.
 
     The folder appears when it is whole. In a folder that is there already, config and weights are replaced and
-    other files (a tokenizer, say) stay.
+    other files (a tokenizer, say) stay. What is written of a model with a LoRA is the sum of both.
 
     Args:
         model: any model of this package.
         folder: created if needed.
         dtype: `"float32"`, `"float16"` or `"bfloat16"` on disk.
-        weights: arrays to write in place of the model's own parameters (an EMA, say), by the same names.
+        weights: arrays to write in place of the model's own parameters (an EMA, say), by the same names;
+            for a model with a LoRA by the names of `lora.lora_parameters`.
         shard_bytes: larger weights are cut into several files with an index.
 
     Raises:
@@ -62,10 +64,14 @@ def save_model(
         raise ConfigError(f"cannot save weights as {dtype!r}; {choices_text(dtype, DTYPES)}")
     parameters = named_parameters(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    lora = {name: tuple(parameter.shape) for name, parameter in lora_parameters(model).items()}
     if weights is not None:
-        _check_arrays(weights, shapes, type(model).__name__)
+        _check_arrays(weights, lora or shapes, type(model).__name__)
+    sums = merged_arrays(model, weights) if lora else None
 
     def fetch(name: str) -> np.ndarray:
+        if sums:
+            return cast(sums(name), dtype, name)
         return cast(parameters[name].asnumpy() if weights is None else weights[name], dtype, name)
 
     folder = Path(folder).absolute()

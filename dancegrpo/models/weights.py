@@ -120,9 +120,13 @@ def read_headers(files: Iterable[Path]) -> Stored:
     return stored
 
 
+LORA_ENDINGS = (".lora_A.weight", ".lora_B.weight")
+"""How the names of a LoRA's own parameters end, as in PEFT."""
+
+
 def named_parameters(model: nn.Cell) -> dict[str, Parameter]:
-    """Parameters by the reference's names."""
-    return dict(model.parameters_and_names())
+    """Parameters by the reference's names; those of a LoRA, which is no part of the model, are left out."""
+    return {name: p for name, p in model.parameters_and_names() if not name.endswith(LORA_ENDINGS)}
 
 
 def match_weights(model: nn.Cell, stored: Stored, source: str) -> Stored:

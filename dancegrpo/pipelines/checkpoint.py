@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import platform
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from dancegrpo import __version__
 from dancegrpo.config import ConfigError
 from dancegrpo.diffusion import process_of, read_scheduler
 from dancegrpo.diffusion.scheduler_config import SchedulerSettings
@@ -18,6 +22,7 @@ from dancegrpo.pipelines.base import Pipeline, PipelineOptions
 from dancegrpo.pipelines.guidance import GuidedDenoiser, guidance_scale
 from dancegrpo.pipelines.sizes import image_size, vae_factor
 from dancegrpo.pipelines.text import TextTower
+from dancegrpo.runtime.compile_cache import installed_version, source_digest
 from dancegrpo.runtime.precision import compute_dtype
 
 
@@ -104,6 +109,26 @@ class CheckpointPipeline(Pipeline):
         tower = TextTower(self.folder / name, self.folder / tokenizer, outputs, self.dtype, context, masked)
         self.towers.append(tower)
         return tower
+
+    def text_key(self) -> str | None:
+        if not self.towers:
+            return None
+        # Entries of the index that are no component are options, some of which decide how text is encoded.
+        options = {
+            name: value
+            for name, value in self.index.items()
+            if not name.startswith("_") and not (isinstance(value, list) and len(value) == 2)
+        }
+        libraries = ("mindspore", "numpy", "tokenizers", "sentencepiece", "ftfy")
+        computed_by = (__version__, source_digest(), *map(installed_version, libraries))
+        device = (ms.get_context("device_target"), platform.machine())
+        made_for = (self.family, sorted(options.items()), repr(self.backbone.config))
+        return repr((computed_by, device, made_for, [tower.key() for tower in self.towers]))
+
+    def free_text_encoder(self) -> None:
+        for tower in self.towers:
+            tower.drop()
+        gc.collect()  # cells are in cycles
 
     def check_fit(self, *pairs: tuple[str, int, str, int]) -> None:
         """Refuses components that do not fit together: (option, its value, what it must equal, that value)."""

@@ -176,7 +176,7 @@ class FluxPipeline(CheckpointPipeline):
         settings = read_json(tower.tokenizer_folder / "tokenizer_config.json")
         tokenizer = settings.get("tokenizer_class") or "PreTrainedTokenizerFast"
         return {
-            "text_encoder_2": ["transformers", tower.encoder.class_name],
+            "text_encoder_2": ["transformers", tower.class_name],
             "tokenizer_2": ["transformers", tokenizer],
         }
 

@@ -208,7 +208,8 @@ def generate(config: Config, options: GenerateOptions) -> tuple[int, Path]:
     asked = PipelineOptions.of(config)
     if options.negative_prompt is not None:
         asked = replace(asked, negative_prompt=options.negative_prompt)
-    pipeline = load_pipeline(options.checkpoint or config.model.checkpoint, asked, options.weights)
+    checkpoint = options.checkpoint or config.model.checkpoint
+    pipeline = load_pipeline(checkpoint, asked, options.weights, config.model.lora)
     generator = ImageGenerator(pipeline, num_steps=steps, batch=options.batch, shift=config.sampler.shift)
     texts = [request.prompt for request in requests]
     pipeline.check_prompts(texts)

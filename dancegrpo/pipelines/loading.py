@@ -71,7 +71,10 @@ def find_family(folder: Path) -> type[CheckpointPipeline]:
 
 
 def load_pipeline(
-    path: str | Path, options: PipelineOptions | None = None, weights: str | None = None
+    path: str | Path,
+    options: PipelineOptions | None = None,
+    weights: str | None = None,
+    lora: str | None = None,
 ) -> CheckpointPipeline:
     """Load a pipeline for sampling or training.
 
@@ -80,13 +83,20 @@ def load_pipeline(
         options: what the config asks for (`PipelineOptions.of`); None: nothing.
         weights: `"raw"` takes the trained weights of a run that also kept an average, `"ema"` insists on the
             average; None takes what the checkpoint shows (the average if there is one).
+        lora: a LoRA to add to the backbone's weights, see `models.lora_files.find_lora`.
 
     Raises:
-        ConfigError: unknown pipeline class, missing or unfitting components, options that the model cannot follow.
+        ConfigError: unknown pipeline class, missing or unfitting components or LoRA, options that the model cannot
+            follow.
     """
+    from dancegrpo.models.lora_files import find_lora, merge_stored, read_lora
+
     folder = resolve_checkpoint(path)
+    lora_file = None if lora is None else find_lora(lora, folder)
     pipeline = find_family(folder)(folder, options)
     _choose_weights(pipeline, folder, weights)
+    if lora_file is not None:
+        merge_stored(pipeline.backbone, read_lora(lora_file, pipeline.component))
     return pipeline
 
 
@@ -102,7 +112,10 @@ def read_process(path: str | Path) -> tuple[str, SchedulerSettings]:
 
 
 def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> None:
+    from safetensors.numpy import load_file
+
     from dancegrpo.models.loading import find_config
+    from dancegrpo.models.lora_files import LORA_FILE, exchange, read_lora
     from dancegrpo.models.weights import find_weights, load_parameters, read_headers
 
     if weights not in (None, "raw", "ema"):
@@ -111,6 +124,13 @@ def _choose_weights(pipeline: Pipeline, folder: Path, weights: str | None) -> No
     if weights == "ema" and not (state / "average.safetensors").is_file():
         raise ConfigError(f"{folder} keeps no average of its weights; use --weights raw")
     if weights == "raw" and (state / "policy.safetensors").is_file():
-        shown = folder / pipeline.component  # parameters that are never trained are only there
-        stored = find_weights(shown, find_config(shown)[2])
-        load_parameters(pipeline.backbone, stored | read_headers([state / "policy.safetensors"]), str(state))
+        if not (folder / LORA_FILE).is_file():
+            shown = folder / pipeline.component  # parameters that are never trained are only there
+            stored = find_weights(shown, find_config(shown)[2])
+            load_parameters(
+                pipeline.backbone, stored | read_headers([state / "policy.safetensors"]), str(state)
+            )
+        elif (state / "average.safetensors").is_file():  # else what is shown is what was trained
+            lora = read_lora(folder, pipeline.component)
+            average, policy = (load_file(state / f"{name}.safetensors") for name in ("average", "policy"))
+            exchange(pipeline.backbone, lora, average, policy)

@@ -32,6 +32,7 @@ def evaluate_finished(config: Config, run_folder: RunFolder, prompts: PromptSet 
         run_folder.evaluation_file,
         checkpoint=str(last),
         compare=config.model.checkpoint,
+        compare_lora=config.model.lora,
         prompts=prompts,
     )
     summary = json.loads((run_folder.path / "summary.json").read_text(encoding="utf-8"))

@@ -43,12 +43,14 @@ def open_run(
             that would be replaced.
     """
     path = Path(output)
-    model = Path(config.model.checkpoint).resolve()
-    if overwrite and path.resolve() in (model, *model.parents):
-        raise ConfigError(
-            f"{path}: --overwrite would replace the run that holds the model to start from (model.checkpoint = "
-            f"{config.model.checkpoint}); choose another --output"
-        )
+    for key in ("checkpoint", "lora"):
+        start = getattr(config.model, key)
+        model = Path(start or "").resolve()
+        if overwrite and start and path.resolve() in (model, *model.parents):
+            raise ConfigError(
+                f"{path}: --overwrite would replace the run that holds the model to start from (model.{key} = "
+                f"{start}); choose another --output"
+            )
     existed = path.is_dir()
     fresh = not path.exists() or (existed and not any(path.iterdir()))
     if resume is not False and fresh:
@@ -89,12 +91,15 @@ def load_inputs(config: Config) -> RunInputs:
     prompts = load_prompts(config.data.prompts, config.data.prompt_column)
     _setup(config)
     from dancegrpo.evaluation.evaluate import check_rewards, evaluation_prompts
-    from dancegrpo.pipelines import read_process
+    from dancegrpo.models.lora_files import find_lora
+    from dancegrpo.pipelines import read_process, resolve_checkpoint
     from dancegrpo.rewards import build_reward_set
     from dancegrpo.rl import trainer  # noqa: F401 (see `optim`: not where a model is at hand)
     from dancegrpo.rl.chain import trained_transition
 
     trained_transition(config.sampler, *read_process(config.model.checkpoint))
+    if config.model.lora is not None:
+        find_lora(config.model.lora, resolve_checkpoint(config.model.checkpoint))
     held_out = evaluation_prompts(config) if config.evaluation.after_training else None
     rewards = build_reward_set(
         config.reward, group_size=config.train.candidates, batch=config.train.micro_batch
@@ -117,6 +122,7 @@ def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | Non
     """
     inputs = inputs or load_inputs(config)
     from dancegrpo.evaluation.evaluate import check_drawable
+    from dancegrpo.models.lora import describe_lora
     from dancegrpo.ops import describe_operators
     from dancegrpo.pipelines import PipelineOptions, load_pipeline
     from dancegrpo.rl.trainer import Trainer
@@ -127,7 +133,10 @@ def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | Non
         check_drawable(pipeline, inputs.evaluation_prompts)
     _warn_of_words(pipeline, inputs.prompts.prompts)
     print(f"computing with {describe_operators()}", flush=True)
-    return Trainer(config, pipeline, inputs.rewards, inputs.prompts, run_folder)
+    trainer = Trainer(config, pipeline, inputs.rewards, inputs.prompts, run_folder)
+    if describe_lora(pipeline.backbone):
+        print(f"training {describe_lora(pipeline.backbone)}", flush=True)
+    return trainer
 
 
 def needs_evaluation(config: Config, run_folder: RunFolder) -> bool:
@@ -160,7 +169,7 @@ def _setup(config: Config) -> None:
     setup_runtime(
         config.precision.compute,
         compile_cache=config.output.compile_cache,
-        cache_key=repr([tree[section] for section in ("model", "sampler", "precision", "parallel")]),
+        cache_key=repr([tree[section] for section in ("model", "lora", "sampler", "precision", "parallel")]),
     )
 
 

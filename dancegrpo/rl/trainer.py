@@ -15,6 +15,7 @@ from tqdm import tqdm
 from dancegrpo.config import Config, derive_counts
 from dancegrpo.data import PromptSet
 from dancegrpo.diffusion import PolicyStep, Sampler
+from dancegrpo.models.lora import adapt
 from dancegrpo.rl.advantages import make_advantage_rule, most_informative_groups, shuffle_in_groups
 from dancegrpo.rl.chain import make_chain
 from dancegrpo.rl.clipping import clip_verdict
@@ -46,13 +47,15 @@ class Trainer:
 
     Args:
         config: the resolved config.
-        pipeline: the model to start from (`pipelines.load_pipeline`); its backbone is trained in place.
+        pipeline: the model to start from (`pipelines.load_pipeline`); its backbone, or with `lora.rank` a LoRA of it,
+            is trained in place.
         reward_set: see `rewards.RewardSet`.
         prompt_set: prompts to train on.
         run_folder: opened for this run; the trainer continues after ``run_folder.start``.
 
     Raises:
-        ConfigError: a transition without a density.
+        ConfigError: a transition without a density, a LoRA that does not fit the backbone, or no room for encoded
+            prompts (`Pipeline.prepare_prompts`).
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class Trainer:
             run_folder,
         )
         train = config.train
+        adapt(pipeline.backbone, config.lora, config.model.lora, pipeline.component, train.seed)
+        pipeline.prepare_prompts(prompt_set.prompts, config.model.drop_text_encoder)
         transition, self.schedule = make_chain(config.sampler, pipeline.process, pipeline.scheduler)
         self.policy_step = PolicyStep(pipeline.denoiser, transition)
         self.sampler = Sampler(

@@ -55,7 +55,21 @@ def checkpoint_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--weights", choices=("raw", "ema"), help="weights of a run (default: ema if it kept an average)"
     )
+    group.add_argument(
+        "--lora",
+        metavar="PATH",
+        help="add this LoRA to it: a safetensors file, or a folder or run that holds one",
+    )
     return parser
+
+
+def model_overrides(args: argparse.Namespace) -> list[str]:
+    """``--set`` of a command with ``--checkpoint`` and ``--lora``, and what these two say of the same keys.
+
+    A run's own ``model.lora`` belongs to the model that it started from, not to its checkpoints.
+    """
+    first = ["model.lora=null"] if args.checkpoint else []
+    return [*first, *args.set, *([f"model.lora={args.lora}"] if args.lora else [])]
 
 
 def run_cli(main: Callable[[Sequence[str] | None], int | None]) -> None:

@@ -105,6 +105,14 @@ def graph_digest(source: Any, args: Any, kwargs: Any, jit_config: Any) -> str:
     return fingerprint.hexdigest()
 
 
+def installed_version(package: str) -> str | None:
+    """Version of an installed package; None if it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _wrap_compilers() -> None:
     from mindspore._c_expression import GraphExecutor_, JitExecutor_
 
