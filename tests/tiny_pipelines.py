@@ -195,11 +195,14 @@ FAMILIES: dict[str, tuple[str, dict[str, dict]]] = {
 }
 
 
-def save_pipeline(family: str, folder: Path, without: tuple[str, ...] = (), **extra) -> Path:
+def save_pipeline(
+    family: str, folder: Path, without: tuple[str, ...] = (), changes: dict[str, dict] | None = None, **extra
+) -> Path:
     """Writes the folder of a family with random weights.
 
     Args:
         without: components that are left out, as None in the index.
+        changes: by component, options in place of those above.
         extra: further entries of model_index.json.
     """
     name, components = FAMILIES[family]
@@ -208,6 +211,7 @@ def save_pipeline(family: str, folder: Path, without: tuple[str, ...] = (), **ex
         if component in without:
             index[component] = index[component.replace("text_encoder", "tokenizer")] = [None, None]
             continue
+        config = config | (changes or {}).get(component, {})
         library = "transformers" if component.startswith("text_encoder") else "diffusers"
         index[component] = [library, config.get("_class_name") or config["architectures"][0]]
         if component == "scheduler":
