@@ -261,7 +261,7 @@ def test_finished_run_is_evaluated_once(clip_folder, monkeypatch, tmp_path):
     models = {"small-flux": FakePipeline(("a green square", "a circle and a square"))}
     last = str(tmp_path / "run" / "checkpoints" / "iteration_000001")
     models[last] = FakePipeline(("a green square",))
-    monkeypatch.setattr(report, "load_pipeline", lambda path, *_: models[path])
+    monkeypatch.setattr(report, "load_pipeline", lambda path, *_, **__: models[path])
     monkeypatch.setattr(report, "Evaluator", lambda *args: Evaluator(*args, clip_folder))
     with RunFolder(tmp_path / "run", config) as run:
         with write_folder_atomic(run.checkpoint(1)) as folder:
