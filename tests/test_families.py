@@ -25,6 +25,8 @@ from mindspore import Tensor, nn, ops  # noqa: E402
 from dancegrpo.data import PromptSet  # noqa: E402
 from dancegrpo.diffusion import chain_schedule, make_schedule, scheduler_settings  # noqa: E402
 from dancegrpo.evaluation import evaluate  # noqa: E402
+from dancegrpo.evaluation.report import evaluate_checkpoints  # noqa: E402
+from dancegrpo.models.preprocess import PIXEL_MEAN, PIXEL_STD, ImagePreprocess, to_square  # noqa: E402
 from dancegrpo.pipelines import Pipeline, PipelineOptions, load_pipeline, read_process  # noqa: E402
 from dancegrpo.pipelines.base import components_of  # noqa: E402
 from dancegrpo.pipelines.checkpoint import LatentDecoder  # noqa: E402
@@ -305,6 +307,13 @@ def test_the_command_line_draws_classes_and_names_those_near_an_unknown_one(tmp_
         "Tinca tinca",
         "0",
     ]
+    # The evaluation's own CLIP sees pictures of another size than its own.
+    (tmp_path / "classes.txt").write_text("goldfish\n1\n")
+    keys = {"prompts": tmp_path / "classes.txt", "images": 2, "num_steps": 2, "batch": 2}
+    config = load_config(overrides=[f"evaluation.{key}={value}" for key, value in keys.items()])
+    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, terms=()))
+    table = evaluate_checkpoints(config, tmp_path / "table.json", checkpoint=str(folder))
+    assert table["diversity"]["clip_distance"]["all"] > 0 and "accuracy" not in table
     pipeline = load_pipeline(folder)
     assert np.array_equal(pipeline.encode_prompts(["Tench", "great white shark"])[0], [[0, 1000], [2, 1000]])
     for prompt, words in [
@@ -411,6 +420,21 @@ def test_encoded_prompts_are_remembered_within_bounds(monkeypatch):
     assert pipeline.calls == 5  # the latest are kept
     pipeline.encode_prompts(["a"])
     assert pipeline.calls == 6 and len(pipeline._encoded) == 3
+
+
+class _Square(nn.Cell):
+    def construct(self, images):
+        return to_square(images, 12)
+
+
+def test_pictures_of_any_size_are_made_square_for_a_clip():
+    images = np.random.default_rng(0).random((2, 3, 16, 28), np.float32)
+    expected = ImagePreprocess(16, 28, 12, rounded=False)(Tensor(images)).asnumpy()
+    statistics = (np.float32(array).reshape(1, 3, 1, 1) for array in (PIXEL_MEAN, PIXEL_STD))
+    mean, std = statistics
+    np.testing.assert_allclose((_Square()(Tensor(images)).asnumpy() - mean) / std, expected, atol=1e-5)
+    square = Tensor(images[..., :12, :12])
+    assert np.array_equal(_Square()(square).asnumpy(), square.asnumpy())
 
 
 def test_latents_are_unscaled_before_they_are_decoded():

@@ -4,6 +4,7 @@ The resampling is Pillow's bicubic filter with antialiasing, which the published
 For one input size it is linear and separable: two small matrix products, so that gradients pass through it.
 """
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
@@ -33,6 +34,32 @@ def bicubic_matrix(source: int, target: int) -> np.ndarray:
         weights = np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
         matrix[i, first:last] = weights / weights.sum()
     return np.round(matrix * 2.0**22) / 2.0**22
+
+
+def _cropped_matrix(source: int, target: int, size: int) -> np.ndarray:
+    """Weights (size, source), float32: resampling of a line to `target`, of which the middle is kept."""
+    start = round((target - size) / 2.0)
+    return bicubic_matrix(source, target)[start : start + size].astype(np.float32)
+
+
+@ms.constexpr
+def _square_matrices(height, width, size):
+    short = min(height, width)
+    return tuple(Tensor(_cropped_matrix(side, int(size * side / short), size)) for side in (height, width))
+
+
+def to_square(images: Tensor, size: int) -> Tensor:
+    """Images (N, C, H, W) in [0, 1] of any size to (N, C, size, size), as CLIP's processor resizes and crops them.
+
+    For use inside a graph. Images that have the size are returned as they are; there is no rounding to 8 bits.
+    """
+    batch, channels, height, width = images.shape
+    if height == size and width == size:
+        return images
+    rows, columns = _square_matrices(height, width, size)
+    x = ops.clamp(ops.matmul(images.reshape((-1, width)), columns.transpose((1, 0))), 0.0, 1.0)
+    x = ops.matmul(rows, x.reshape((batch * channels, height, size)))
+    return ops.clamp(x, 0.0, 1.0).reshape((batch, channels, size, size))
 
 
 class _ToPixels(nn.Cell):
@@ -96,9 +123,7 @@ class ImagePreprocess(nn.Cell):
 
     def _matrix(self, source: int, target: int, size: int) -> tuple[Tensor, bool]:
         """The matrix (size, source) of one side, and whether it changes anything."""
-        start = round((target - size) / 2.0)
-        matrix = bicubic_matrix(source, target)[start : start + size]
-        return Tensor(matrix.astype(np.float32)), not source == target == size
+        return Tensor(_cropped_matrix(source, target, size)), not source == target == size
 
     def _over_rows(self, x: Tensor) -> Tensor:  # (N, height, W) -> (N, size, W)
         rows = ops.broadcast_to(self.rows, (x.shape[0], self.size, x.shape[1]))

@@ -10,6 +10,7 @@ from mindspore import Tensor, nn
 
 from dancegrpo.config import ConfigError
 from dancegrpo.models import load_model, load_tokenizer
+from dancegrpo.models.preprocess import to_square
 from dancegrpo.rewards.cell import RewardCell
 from dancegrpo.runtime.batching import run_batched
 
@@ -22,8 +23,8 @@ class ClipScoreReward(RewardCell):
     """Cosine similarity of image and prompt (Radford et al., 2021; as a metric: Hessel et al., "CLIPScore",
     EMNLP 2021, there clipped at 0 and scaled by 2.5).
 
-    construct: images (N, 3, H, W) float in [0, 1] and text features (N, D) of unit length to (N,) float32 in
-    [-scale, scale].
+    construct: images (N, 3, H, W) float in [0, 1], of any size, and text features (N, D) of unit length to (N,)
+    float32 in [-scale, scale].
     """
 
     def __init__(self, model: str = SHIPPED, scale: float = 1.0):
@@ -69,7 +70,8 @@ class _Towers(nn.Cell):
         self.set_train(False)
 
     def image_features(self, images: Tensor) -> Tensor:
-        return self.clip.get_image_features(self.clip.preprocess(images))
+        square = to_square(images, self.clip.config.vision_config.image_size)
+        return self.clip.get_image_features(self.clip.preprocess(square))
 
     def construct(self, input_ids: Tensor) -> Tensor:
         return self.clip.get_text_features(input_ids)
