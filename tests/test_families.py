@@ -4,6 +4,8 @@ import dataclasses
 import filecmp
 import importlib.util
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,15 @@ def test_a_family_draws_learns_and_reloads(family, tmp_path):
     assert np.array_equal(generator.images(requests, config.train.seed), images)
 
 
+def test_the_loop_and_the_evaluation_name_no_model():
+    package = Path(__file__).resolve().parent.parent / "dancegrpo"
+    names = re.compile(
+        r"flux(?!_small)|stable.?diffusion|sd3|sdxl|pixart|u-?net|\bdit\b|\bt5\b|llama", re.IGNORECASE
+    )
+    for file in [*(package / "rl").glob("*.py"), *(package / "evaluation").glob("*.py")]:
+        assert not names.search(file.read_text()), file
+
+
 class _Weigh(nn.Cell):
     """A denoiser whose answer tells what it was asked with."""
 
@@ -191,6 +202,12 @@ def test_what_does_not_fit_a_checkpoint_is_one_sentence(tmp_path):
         ("sd3", {"width": 34}, "model.width is 34, which does not divide by 4; nearest valid: 32 or 36"),
         ("sd3", {"width": 36}, "model.width is 36; this model has positions for up to 32, in steps of 4"),
         ("sd15", {"text_encoder": "x"}, "StableDiffusionPipeline only takes its own"),
+        (
+            "dit",
+            {"max_sequence_length": 9},
+            "model.max_sequence_length is 9, but DiTPipeline only takes its own",
+        ),
+        ("flux", {"guidance_scale": 2.0, "height": 18}, "model.height is 18, which does not divide by 4"),
         ("flux", {"negative_prompt": "x"}, "FluxPipeline takes none"),
         ("flux", {"text_encoder": "nowhere"}, "model.text_encoder nowhere does not exist"),
         ("dit", {"negative_prompt": "x"}, "DiTPipeline takes none"),
@@ -201,6 +218,18 @@ def test_what_does_not_fit_a_checkpoint_is_one_sentence(tmp_path):
         ConfigError, match="model.height is 48; this model's autoencoder makes 64 pixels only"
     ):
         load_pipeline("small-flux", PipelineOptions(height=48))
+    with pytest.raises(ConfigError, match="max_sequence_length is 9, but .*small-flux has a CLIP only"):
+        load_pipeline("small-flux", PipelineOptions(max_sequence_length=9))
+    with pytest.raises(ConfigError, match="guidance_scale is 2.0, but .* has no guidance embedding"):
+        load_pipeline("small-flux", PipelineOptions(guidance_scale=2.0))
+    shutil.copytree(folders["dit"] / "transformer", tmp_path / "mixed" / "unet")
+    for name in ("vae", "scheduler", "model_index.json"):
+        copy = shutil.copytree if (folders["sd15"] / name).is_dir() else shutil.copyfile
+        copy(folders["sd15"] / name, tmp_path / "mixed" / name)
+    with pytest.raises(
+        ConfigError, match="unet is a DiTTransformer2DModel; StableDiffusionPipeline needs a UNet2D"
+    ):
+        load_pipeline(tmp_path / "mixed")
     sampler = dataclasses.replace(Config().sampler, num_steps=4)
     with pytest.raises(ConfigError, match="'dance_sde' is for models of a flow process.*choose 'ddim'"):
         trained_transition(sampler, *read_process(folders["sd15"]))
@@ -216,7 +245,7 @@ def test_what_does_not_fit_a_checkpoint_is_one_sentence(tmp_path):
         read_process(folders["sd15"])
     index = folders["sd3"] / "model_index.json"
     for name, words in [
-        ("StableDiffusion4Pipeline", "did you mean 'StableDiffusion3Pipeline'?"),
+        ("StableDiffusionLXPipeline", "did you mean 'StableDiffusionXLPipeline'"),
         (["code.py", "Mine"], r"pipeline class \['code.py', 'Mine'\] is not supported; valid: DiT"),
     ]:
         index.write_text(json.dumps({"_class_name": name}))

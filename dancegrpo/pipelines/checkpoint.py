@@ -34,26 +34,48 @@ class CheckpointPipeline(Pipeline):
         vae: the frozen autoencoder.
     """
 
+    backbone_class: ClassVar[str]
+    """Name of the trained model's class."""
     takes_text_encoder: ClassVar[bool] = False
     """Whether `model.text_encoder` has a meaning."""
+    takes_sequence_length: ClassVar[bool] = False
+    """Whether `model.max_sequence_length` has one."""
     scheduler_changes: ClassVar[Mapping[str, Any]] = {}
     """Scheduler options that diffusers' pipeline sets whatever the checkpoint says."""
 
     def __init__(self, folder: str | Path, options: PipelineOptions | None = None):
         super().__init__(Path(folder), options)
-        if self.options.text_encoder is not None and not self.takes_text_encoder:
-            raise ConfigError(
-                f"model.text_encoder is {self.options.text_encoder!r}, but {self.family} only takes its own; set it "
-                "to null"
-            )
+        self.check_options()
         self.index = read_json(self.folder / "model_index.json")
         self.scheduler = self.read_scheduler(self.folder)
         self.dtype = compute_dtype(self.options.compute)
         self.towers: list[TextTower] = []
-        self.backbone = load_model(self.folder / self.component, self.dtype)
         self.vae = load_model(self.folder / "vae", self.dtype, parameters_dtype=self.dtype)
+        self.backbone = load_model(self.folder / self.component, self.dtype)
+        self._check_classes()
         for parameter in self.vae.get_parameters():
             parameter.requires_grad = False
+
+    def _check_classes(self) -> None:
+        backbone, vae = self.backbone.class_name, self.vae.class_name
+        if backbone != self.backbone_class:
+            raise ConfigError(
+                f"{self.folder / self.component} is a {backbone}; {self.family} needs a {self.backbone_class}"
+            )
+        if not hasattr(self.vae, "decode"):
+            raise ConfigError(f"{self.folder / 'vae'} is a {vae}; {self.family} needs an autoencoder")
+
+    def check_options(self) -> None:
+        """Refuses options that the family cannot follow, before anything is loaded."""
+        for key, taken in (
+            ("text_encoder", self.takes_text_encoder),
+            ("max_sequence_length", self.takes_sequence_length),
+        ):
+            asked = getattr(self.options, key)
+            if asked is not None and not taken:
+                raise ConfigError(
+                    f"model.{key} is {asked!r}, but {self.family} only takes its own; set it to null"
+                )
 
     @classmethod
     def read_scheduler(cls, folder: Path) -> SchedulerSettings:
@@ -146,7 +168,6 @@ class GuidedPipeline(CheckpointPipeline):
 
     def __init__(self, folder: str | Path, options: PipelineOptions | None = None):
         super().__init__(folder, options)
-        scale = guidance_scale(self.options, self.default_guidance, self.family, self.takes_negative_prompt)
         config = self.backbone.config
         size = config.sample_size or self.default_sample_size
         multiple = getattr(config, "patch_size", 1)
@@ -161,10 +182,16 @@ class GuidedPipeline(CheckpointPipeline):
             tokens = rows * columns // multiple**2
             self.scheduler = (name, settings | {"image_seq_len": tokens, "explicit_sigmas": False}, {})
         self.load_text()
-        self.guided = scale > 1
+        self.guided = self._scale > 1
         denoiser = self.make_denoiser()
-        self.denoiser = GuidedDenoiser(denoiser, scale) if self.guided else denoiser
+        self.denoiser = GuidedDenoiser(denoiser, self._scale) if self.guided else denoiser
         self._decoder = LatentDecoder(self.vae)
+
+    def check_options(self) -> None:
+        super().check_options()
+        self._scale = guidance_scale(
+            self.options, self.default_guidance, self.family, self.takes_negative_prompt
+        )
 
     def largest_side(self) -> int | None:
         """Latents of the largest side that the backbone takes; None: any."""

@@ -29,6 +29,7 @@ class DiTPipeline(GuidedPipeline):
     """Class numbers (N,) int32; the names are those of `id2label` in model_index.json."""
 
     family, process = "DiTPipeline", "diffusion"
+    backbone_class = "DiTTransformer2DModel"
     default_guidance = 4.0
     takes_negative_prompt = False
 

@@ -84,7 +84,8 @@ class FluxPipeline(CheckpointPipeline):
     """
 
     family = "FluxPipeline"
-    takes_text_encoder = True
+    backbone_class = "FluxTransformer2DModel"
+    takes_text_encoder = takes_sequence_length = True
 
     def __init__(self, folder: str | Path, options: PipelineOptions | None = None):
         super().__init__(folder, options)
@@ -102,14 +103,22 @@ class FluxPipeline(CheckpointPipeline):
         self._decoder = FluxDecoder(self.vae, rows, columns)
         self.latent_shape = (rows * columns, config.in_channels)
 
+    def check_options(self) -> None:
+        super().check_options()
+        negative, encoder = self.options.negative_prompt, self.options.text_encoder
+        if negative is not None:
+            raise ConfigError(
+                f"sampler.negative_prompt is {negative!r}, but {self.family} takes none: its guidance is a number that "
+                "the model is told; set it to null"
+            )
+        if encoder is not None and not Path(encoder).is_dir():
+            raise ConfigError(
+                f"model.text_encoder {encoder} does not exist; give the folder of a text encoder"
+            )
+
     def _guidance(self) -> float | None:
         """The scale that the transformer is told, None where it has no such input."""
         options, embedded = self.options, self.backbone.config.guidance_embeds
-        if options.negative_prompt is not None:
-            raise ConfigError(
-                f"sampler.negative_prompt is {options.negative_prompt!r}, but {self.family} takes none: its guidance "
-                "is a number that the model is told; set it to null"
-            )
         if not embedded and options.guidance_scale not in (None, 1.0):
             raise ConfigError(
                 f"sampler.guidance_scale is {options.guidance_scale}, but {self.folder / self.component} has no "
@@ -128,22 +137,21 @@ class FluxPipeline(CheckpointPipeline):
         pooled = self.tower("text_encoder", "tokenizer", first)
         if other is not None:
             folder = Path(other)
-            if not folder.is_dir():
-                raise ConfigError(
-                    f"model.text_encoder {folder} does not exist; give the folder of a text encoder"
-                )
             self.towers.append(TextTower(folder, folder, states, self.dtype, asked or _context_of(folder)))
         elif not alone:
-            self.tower("text_encoder_2", "tokenizer_2", states, asked or self._context("text_encoder_2"))
+            context = asked or _context_of(self.folder / "text_encoder_2")
+            self.tower("text_encoder_2", "tokenizer_2", states, context)
+        elif asked is not None:
+            raise ConfigError(
+                f"model.max_sequence_length is {asked}, but {self.folder} has a CLIP only, whose texts have "
+                f"{pooled.context} tokens; set it to null"
+            )
         last = self.towers[-1]
         where = f"width of {last.folder}" if other else "text hidden_size"
         self.check_fit(
             ("joint_attention_dim", config.joint_attention_dim, where, last.width),
             ("pooled_projection_dim", config.pooled_projection_dim, "text hidden_size", pooled.width),
         )
-
-    def _context(self, name: str) -> int | None:
-        return _context_of(self.folder / name)
 
     def _encode(self, prompts: list[str]) -> PromptEncoding:
         if len(self.towers) == 1:

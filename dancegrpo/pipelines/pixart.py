@@ -40,7 +40,9 @@ class PixArtAlphaPipeline(GuidedPipeline):
     """Text states (N, L, D) and mask (N, L). Prompts are read in lower case, as the model was trained."""
 
     family, process = "PixArtAlphaPipeline", "diffusion"
+    backbone_class = "PixArtTransformer2DModel"
     default_guidance = 4.5
+    takes_sequence_length = True
     text_tokens = 120
 
     def load_text(self):

@@ -25,6 +25,7 @@ class StableDiffusionPipeline(GuidedPipeline):
     """Text states (N, L, D)."""
 
     family, process, component = "StableDiffusionPipeline", "diffusion", "unet"
+    backbone_class = "UNet2DConditionModel"
     default_guidance = 7.5
     # Configs of the first checkpoints lack them, and diffusers' pipeline corrects those.
     scheduler_changes = {"clip_sample": False, "steps_offset": 1}
@@ -35,6 +36,8 @@ class StableDiffusionPipeline(GuidedPipeline):
             raise ConfigError(
                 f"{tower.folder}: use_attention_mask is true, which is not supported; valid: false"
             )
+        kind = self.backbone.config.addition_embed_type
+        self.check_fit(("addition_embed_type", kind, "what this pipeline has for it", None))
         for width in set(self.backbone.config.per_block("cross_attention_dim")):
             self.check_fit(("cross_attention_dim", width, "text hidden_size", tower.width))
 

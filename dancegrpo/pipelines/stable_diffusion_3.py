@@ -29,7 +29,9 @@ class StableDiffusion3Pipeline(GuidedPipeline):
     zeros without one; and both projected texts side by side (N, P)."""
 
     family = "StableDiffusion3Pipeline"
+    backbone_class = "SD3Transformer2DModel"
     default_guidance = 7.0
+    takes_sequence_length = True
 
     def largest_side(self):
         return self.backbone.config.pos_embed_max_size * self.backbone.config.patch_size

@@ -32,6 +32,7 @@ class StableDiffusionXLPipeline(GuidedPipeline):
     """Text states (N, L, D1 + D2) of both CLIPs and the projected text (N, P) of the second."""
 
     family, process, component = "StableDiffusionXLPipeline", "diffusion", "unet"
+    backbone_class = "UNet2DConditionModel"
     default_guidance = 5.0
     default_sample_size = 128
 

@@ -12,7 +12,7 @@ from mindspore import Tensor
 from dancegrpo.data import load_prompts
 from dancegrpo.data.shapes_world import Scene, sample_batch, scene_of
 from dancegrpo.models import load_model, load_tokenizer, save_model
-from dancegrpo.models.loading import load_parameters, read_weights
+from dancegrpo.models.weights import find_weights, load_parameters
 from dancegrpo.pipelines.flux import FluxPipeline
 from dancegrpo.pretraining.held_out import HeldOut
 from dancegrpo.pretraining.judge_data import (
@@ -60,7 +60,7 @@ class RewardStage(Stage):
         if not self.start.is_dir():
             with write_folder_atomic(self.start) as copy:
                 shutil.copytree(self.assets / "reward_clip", copy, dirs_exist_ok=True)
-        load_parameters(self.model, read_weights(self.start), str(self.start))
+        load_parameters(self.model, find_weights(self.start, ("model",)), str(self.start))
         recipe, pipeline = self.recipe, FluxPipeline(self.assets)
         painter = Painter(pipeline, self.seed)
         _, prompts, scenes = sample_batch(self.seed, _FIRST_PROMPT, recipe.prompts)
