@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+from mindspore import Tensor, nn
 from safetensors.numpy import load_file, save_file
 from test_families import LONG, SIZED, config_of, redness
 from tiny_pipelines import save_pipeline
@@ -20,7 +21,13 @@ from dancegrpo.pipelines import PipelineOptions, load_pipeline, read_process
 from dancegrpo.pipelines.text import TextTower
 from dancegrpo.rewards import FunctionReward, LabelledReward, RewardSet
 from dancegrpo.rl import Trainer, open_run
-from dancegrpo.runtime import digests
+from dancegrpo.runtime import compile_cache, digests
+
+
+class Double(nn.Cell):
+    def construct(self, x):
+        return x + x
+
 
 PROMPTS = ["a red circle", "two stars", "a red circle"]
 
@@ -213,6 +220,24 @@ def test_training_goes_on_without_the_text_encoder_and_to_the_same_bytes(
     assert "1 prompts are new: the text encoder is loaded again" in capsys.readouterr().err
     assert all(tower.encoder is None for tower in dropped.pipeline.towers)
     assert same(states, kept.pipeline.encode_prompts(["a new prompt"])) and len(encoded) == 2
+
+
+@pytest.mark.parametrize("family", ["sd15", "pixart_sigma"])
+def test_a_dropped_encoder_is_gone_without_the_compile_cache_too(family, tmp_path, cache_home, monkeypatch):
+    monkeypatch.setattr(compile_cache._State, "store", None)
+    sizes = SIZED | LONG if family != "sd15" else {}
+    pipeline = load_pipeline(
+        save_pipeline(family, tmp_path), PipelineOptions(**sizes, embedding_cache_gb=1.0)
+    )
+    cells = [weakref.ref(cell) for cell in pipeline.towers[0].encoder.cells()]
+    weights = [weakref.ref(weight) for weight in pipeline.towers[0].encoder.get_parameters()]
+    pipeline.prepare_prompts(["a", "b"], drop=True)
+    assert not any(found() is not None for found in cells)
+    Double()(
+        Tensor(np.ones(3, np.float32))
+    )  # MindSpore keeps the parameters of the graph that it compiled last
+    gc.collect()
+    assert not any(found() is not None for found in weights)
 
 
 def test_wrong_encodings_on_disk_are_found_before_training(tmp_path, cache_home, capsys):

@@ -27,8 +27,10 @@ class _Outputs(nn.Cell):
         super().__init__(auto_prefix=False)
         self.encoder, self.chosen = encoder, tuple(chosen)
 
-    def construct(self, *inputs: Tensor):
-        outputs, chosen = self.encoder(*inputs), ()
+    # No *inputs: MindSpore never lets go of a cell that it has compiled with a variable number of arguments, and then
+    # `TextTower.drop` would free nothing.
+    def construct(self, ids: Tensor, mask: Tensor | None = None):
+        outputs, chosen = self.encoder(ids) if mask is None else self.encoder(ids, mask), ()
         for index in self.chosen:
             chosen += (outputs[index],)
         return chosen
@@ -86,7 +88,10 @@ class TextTower:
         self._graph = _Outputs(self.encoder, [names.index(name) for name in wanted])
 
     def drop(self) -> None:
-        """Gives the encoder's memory back."""
+        """Gives the encoder's memory back, with the next graph at the latest.
+
+        MindSpore keeps the parameters of the graph that it compiled last.
+        """
         self.encoder = self._graph = None
 
     def key(self) -> tuple:
