@@ -72,9 +72,9 @@ def load_model(
         if asked is not None:
             check_precision(str(asked).lower(), ms.get_context("device_target"))
     config, file, stems = find_config(folder)
-    stored = find_weights(folder, stems)
     with no_init_parameters():  # random numbers for billions of parameters take minutes and are not needed
         model = build_model(config, str(file), hidden_states=hidden_states)
+    stored = find_weights(folder, stems)
     if parameters_dtype is not None and parameters_dtype != ms.float32:
         set_parameters_dtype(model, parameters_dtype)
     load_parameters(model, stored, str(folder))
