@@ -141,7 +141,7 @@ def test_a_folder_with_a_pickle_says_how_to_convert_it(tmp_path):
 
 
 def test_a_folder_with_an_open_clip_config_asks_for_its_weights(tmp_path):
-    (tmp_path / "open_clip_config.json").write_text("{}")
+    shutil.copy(ROOT / "tests/golden/open_clip/vit_gelu/open_clip_config.json", tmp_path)
     with pytest.raises(ConfigError, match="expected open_clip_model.safetensors"):
         load_model(tmp_path)
 
