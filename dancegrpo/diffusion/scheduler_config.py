@@ -7,7 +7,6 @@ PNDM), the chain is that of DDIM, as with diffusers' `DDIMScheduler.from_config`
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from dancegrpo.diffusion.ddim import DDIM
 from dancegrpo.diffusion.kernel import Transition
 from dancegrpo.diffusion.schedules import SCHEDULES, Schedule, make_schedule
 from dancegrpo.diffusion.transitions import EulerODE
+from dancegrpo.runtime.files import read_json
 
 _FLOW = "FlowMatchEulerDiscreteScheduler"
 _DIFFUSION = {
@@ -88,13 +88,7 @@ SchedulerSettings = tuple[str, dict[str, Any], dict[str, Any]]
 def read_scheduler(folder: str | Path, changes: Mapping[str, Any] | None = None) -> SchedulerSettings:
     """`scheduler_settings` of `folder/scheduler_config.json`, with `changes` to it."""
     file = Path(folder) / "scheduler_config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} must hold an object with the scheduler's options")
-    return scheduler_settings(config, str(file), changes)
+    return scheduler_settings(read_json(file), str(file), changes)
 
 
 def scheduler_settings(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mindspore import Tensor, nn, ops
 
+from dancegrpo.models.options import refuse_unsupported
 from dancegrpo.models.resnet import (
     Conv2d,
     Downsample2D,
@@ -17,7 +18,6 @@ from dancegrpo.models.resnet import (
     to_tokens,
 )
 from dancegrpo.models.spatial_transformer import Attention
-from dancegrpo.models.unet_config import refuse_unsupported
 from dancegrpo.ops import GroupNorm, SiLU
 from dancegrpo.ops.activations import float32
 

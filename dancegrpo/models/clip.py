@@ -7,10 +7,17 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
-from dancegrpo.models.clip_layers import Encoder, PatchEmbedding, causal_bias, normalize, take_positions
+from dancegrpo.models.clip_layers import (
+    Encoder,
+    PatchEmbedding,
+    TextEmbeddings,
+    causal_bias,
+    normalize,
+    take_positions,
+)
 from dancegrpo.models.layers import Embedding, Linear
 from dancegrpo.models.preprocess import PIXEL_MEAN, PIXEL_STD
-from dancegrpo.models.transformers_config import TransformersConfig, check_heads
+from dancegrpo.models.transformers_config import TowersConfig, TransformersConfig, check_heads
 from dancegrpo.ops import LayerNorm
 from dancegrpo.ops.activations import float32
 
@@ -67,37 +74,15 @@ class CLIPVisionConfig(TransformersConfig):
 
 
 @dataclass(frozen=True)
-class CLIPConfig(TransformersConfig):
+class CLIPConfig(TowersConfig):
     """transformers' CLIPConfig: two towers and their common projection."""
 
     model_type = "clip"
+    towers = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}
     text_config: CLIPTextConfig = field(default_factory=CLIPTextConfig)
     vision_config: CLIPVisionConfig = field(default_factory=CLIPVisionConfig)
     projection_dim: int = 512
     logit_scale_init_value: float = 2.6592
-
-    @classmethod
-    def from_dict(cls, config: dict) -> "CLIPConfig":
-        # Before 4.28 transformers also wrote each tower's options as *_config_dict; the plain ones are complete.
-        towers = {
-            "text_config": CLIPTextConfig.from_dict(config.get("text_config") or {}),
-            "vision_config": CLIPVisionConfig.from_dict(config.get("vision_config") or {}),
-        }
-        return super().from_dict({**config, **towers})
-
-    def to_dict(self) -> dict:
-        towers = {"text_config": self.text_config.to_dict(), "vision_config": self.vision_config.to_dict()}
-        return {**super().to_dict(), **towers}
-
-
-class _TextEmbeddings(nn.Cell):
-    def __init__(self, config: CLIPTextConfig):
-        super().__init__()
-        self.token_embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
-
-    def construct(self, input_ids: Tensor) -> Tensor:
-        return self.token_embedding(input_ids) + self.position_embedding.weight[: input_ids.shape[1]]
 
 
 class _TextTransformer(nn.Cell):
@@ -105,7 +90,7 @@ class _TextTransformer(nn.Cell):
 
     def __init__(self, config: CLIPTextConfig):
         super().__init__()
-        self.embeddings = _TextEmbeddings(config)
+        self.embeddings = TextEmbeddings(config)
         self.encoder = Encoder(config)
         self.final_layer_norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.causal = causal_bias(config.max_position_embeddings)

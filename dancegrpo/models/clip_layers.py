@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
-from dancegrpo.models.layers import Linear
+from dancegrpo.models.layers import Embedding, Linear
 from dancegrpo.ops import LayerNorm, ScaledDotProductAttention, get_activation
 from dancegrpo.ops.activations import float32
 
@@ -88,6 +88,18 @@ class Encoder(nn.Cell):
             x = layer(x, bias)
             states = states + (x,)
         return states
+
+
+class TextEmbeddings(nn.Cell):
+    """Embeddings of tokens and of their positions, added: (B, L) ids to (B, L, D)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.token_embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        return self.token_embedding(input_ids) + self.position_embedding.weight[: input_ids.shape[1]]
 
 
 class PatchEmbedding(nn.Cell):

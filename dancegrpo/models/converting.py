@@ -5,7 +5,6 @@ PyTorch is asked to unpickle tensors only, because a pickle may hold any code.
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 import struct
@@ -21,8 +20,8 @@ from mindspore.nn.utils import no_init_parameters
 from dancegrpo.config import ConfigError, ReportedError, choices_text
 from dancegrpo.models.loading import OPEN_CLIP_CONFIG, build_model
 from dancegrpo.models.saving import SHARD_BYTES, cast, write_weights
-from dancegrpo.models.weights import find_weights, match_weights
-from dancegrpo.runtime.files import write_folder_atomic
+from dancegrpo.models.weights import find_weights, match_weights, read_weight_map
+from dancegrpo.runtime.files import read_json, write_folder_atomic
 from dancegrpo.runtime.precision import DTYPES
 
 _SUFFIXES = (".pt", ".bin", ".ckpt", ".pth")
@@ -63,7 +62,7 @@ def convert(
         raise ConfigError(f"{output} exists already; choose another --output, or --overwrite it")
     files = _find_pickles(source)
     config_file = _config_beside(files[0]) if config is None else Path(config)
-    options = _read_options(config_file)
+    options = read_json(config_file)
     tensors = _read_all(files)
 
     def fetch(name: str) -> np.ndarray:
@@ -96,16 +95,7 @@ def _find_pickles(source: Path) -> list[Path]:
         raise ConfigError(f"{source} does not exist; give a checkpoint file or a folder with one")
     indexes = sorted(source.glob("*.bin.index.json"))
     if indexes:
-        try:
-            shards = sorted(set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{indexes[0]} is no index of shards (it needs a weight_map): {error!r}"
-            ) from error
-        outside = [shard for shard in shards if Path(str(shard)).name != shard]
-        missing = [shard for shard in shards if not (source / str(shard)).is_file()]
-        if outside or missing:
-            raise ConfigError(f"{source}: shard {(outside or missing)[0]} is missing, which the index lists")
+        shards = sorted(set(read_weight_map(indexes[0]).values()))
         return [source / shard for shard in shards]
     found = sorted(file for file in source.iterdir() if file.suffix in _SUFFIXES)
     if len(found) != 1:
@@ -119,16 +109,6 @@ def _config_beside(file: Path) -> Path:
         if (file.parent / name).is_file():
             return file.parent / name
     raise ConfigError(f"{file.parent} has neither config.json nor {OPEN_CLIP_CONFIG}; name one by --config")
-
-
-def _read_options(file: Path) -> dict:
-    try:
-        options = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {file} cannot be read: {error}") from error
-    if not isinstance(options, dict):
-        raise ConfigError(f"{file} must hold an object with the model's options")
-    return options
 
 
 def _read_all(files: list[Path]) -> dict[str, Any]:

@@ -63,27 +63,36 @@ class Embedding(nn.Cell):
         return float32(ops.gather(self.weight, ids, 0))
 
 
-class TimestepEmbedding(nn.Cell):
-    """Sinusoidal features of a scalar, then linear, SiLU, linear (diffusers' Timesteps + TimestepEmbedding).
+class SinusoidalFeatures(nn.Cell):
+    """[cos, sin] of x 10000^(-k / (channels / 2 - frequency_shift)): (N,) or more numbers to (N, channels).
 
-    The features are [cos, sin] at frequencies 10000^(-k / (d/2 - frequency_shift)), in float32: at t near 1000 a
-    16-bit angle has lost its phase.
+    In float32: at t near 1000 a 16-bit angle has lost its phase.
     """
 
-    def __init__(self, dim: int, channels: int = 256, frequency_shift: float = 0.0):
+    def __init__(self, channels: int, frequency_shift: float = 0.0):
         super().__init__()
         half = channels // 2
         k = np.arange(half, dtype=np.float32)
         frequency = np.exp(-math.log(10000.0) * k / (half - frequency_shift))
         self.frequency = Tensor(frequency.reshape(1, half).astype(np.float32))
+
+    def construct(self, x: Tensor) -> Tensor:
+        angle = float32(x).reshape((-1, 1)) * self.frequency
+        return ops.concat((ops.cos(angle), ops.sin(angle)), axis=-1)
+
+
+class TimestepEmbedding(nn.Cell):
+    """Sinusoidal features of a scalar, then linear, SiLU, linear (diffusers' Timesteps + TimestepEmbedding)."""
+
+    def __init__(self, dim: int, channels: int = 256, frequency_shift: float = 0.0):
+        super().__init__()
+        self.features = SinusoidalFeatures(channels, frequency_shift)
         self.linear_1 = Linear(channels, dim)
         self.act = SiLU()
         self.linear_2 = Linear(dim, dim)
 
     def construct(self, timestep: Tensor) -> Tensor:  # (B,) -> (B, dim)
-        angle = float32(timestep).reshape((-1, 1)) * self.frequency
-        features = ops.concat((ops.cos(angle), ops.sin(angle)), axis=-1)
-        return self.linear_2(self.act(self.linear_1(features)))
+        return self.linear_2(self.act(self.linear_1(self.features(timestep))))
 
 
 class TextProjection(nn.Cell):

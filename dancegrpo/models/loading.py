@@ -1,7 +1,6 @@
 """Reading and writing models in the layout of diffusers and transformers: config.json beside safetensors."""
 
 import dataclasses
-import json
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from mindspore.nn.utils import no_init_parameters
 from dancegrpo.config import ConfigError
 from dancegrpo.models.weights import find_weights, load_parameters
 from dancegrpo.models.weights import named_parameters as named_parameters
+from dancegrpo.runtime.files import read_json
 from dancegrpo.runtime.precision import check_precision
 
 # Class name in config.json -> module of dancegrpo.models that has a class of that name; imported when asked for.
@@ -101,17 +101,6 @@ def read_config(folder: Path) -> dict:
     if not (folder / _CONFIG).is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no {_CONFIG}")
     return read_json(folder / _CONFIG)
-
-
-def read_json(path: Path) -> dict:
-    """The object that a JSON file holds."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold an object with the model's options")
-    return config
 
 
 def build_model(config: dict, source: str, **options) -> nn.Cell:

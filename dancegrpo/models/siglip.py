@@ -7,9 +7,16 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
-from dancegrpo.models.clip_layers import MLP, Encoder, MultiheadAttention, PatchEmbedding, normalize
+from dancegrpo.models.clip_layers import (
+    MLP,
+    Encoder,
+    MultiheadAttention,
+    PatchEmbedding,
+    TextEmbeddings,
+    normalize,
+)
 from dancegrpo.models.layers import Embedding, Linear
-from dancegrpo.models.transformers_config import TransformersConfig, check_heads
+from dancegrpo.models.transformers_config import TowersConfig, TransformersConfig, check_heads
 from dancegrpo.ops import LayerNorm
 from dancegrpo.ops.activations import float32
 
@@ -60,10 +67,11 @@ class SiglipVisionConfig(TransformersConfig):
 
 
 @dataclass(frozen=True)
-class SiglipConfig(TransformersConfig):
+class SiglipConfig(TowersConfig):
     """transformers' SiglipConfig: two towers."""
 
     model_type = "siglip"
+    towers = {"text_config": SiglipTextConfig, "vision_config": SiglipVisionConfig}
     text_config: SiglipTextConfig = field(default_factory=SiglipTextConfig)
     vision_config: SiglipVisionConfig = field(default_factory=SiglipVisionConfig)
 
@@ -74,35 +82,13 @@ class SiglipConfig(TransformersConfig):
                 f"text_config.projection_size is {text}; valid: vision_config.hidden_size, {vision}"
             )
 
-    @classmethod
-    def from_dict(cls, config: dict) -> "SiglipConfig":
-        towers = {
-            "text_config": SiglipTextConfig.from_dict(config.get("text_config") or {}),
-            "vision_config": SiglipVisionConfig.from_dict(config.get("vision_config") or {}),
-        }
-        return super().from_dict({**config, **towers})
-
-    def to_dict(self) -> dict:
-        towers = {"text_config": self.text_config.to_dict(), "vision_config": self.vision_config.to_dict()}
-        return {**super().to_dict(), **towers}
-
-
-class _TextEmbeddings(nn.Cell):
-    def __init__(self, config: SiglipTextConfig):
-        super().__init__()
-        self.token_embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
-
-    def construct(self, input_ids: Tensor) -> Tensor:
-        return self.token_embedding(input_ids) + self.position_embedding.weight[: input_ids.shape[1]]
-
 
 class _TextTransformer(nn.Cell):
     """Text tower that sees all tokens, padding too; the last position, projected, stands for the text."""
 
     def __init__(self, config: SiglipTextConfig):
         super().__init__()
-        self.embeddings = _TextEmbeddings(config)
+        self.embeddings = TextEmbeddings(config)
         self.encoder = Encoder(config)
         self.final_layer_norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.head = Linear(config.hidden_size, config.projection_size)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from dancegrpo.config import ConfigError
 from dancegrpo.models.clip_bpe import clean_as_transformers, open_clip_tokenizer, tokenizer_from_files
 from dancegrpo.models.loading import OPEN_CLIP_CONFIG
+from dancegrpo.runtime.files import read_json
 
 _UNKNOWN, _START, _END = "<|unknown|>", "<|startoftext|>", "<|endoftext|>"
 # transformers writes numbers like 1e30 where a tokenizer has no limit of its own.
@@ -208,7 +209,6 @@ def _load_clip(folder: Path, settings: dict, context: int) -> TextTokenizer:
 
 
 def _load_open_clip(folder: Path, context: int | None) -> TextTokenizer:
-    from dancegrpo.models.loading import read_json
     from dancegrpo.models.open_clip import OpenCLIPConfig
 
     path = folder / OPEN_CLIP_CONFIG

@@ -1,6 +1,7 @@
 """What the config dataclasses of transformers' models share: known options apart from those that are only kept."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -25,6 +26,24 @@ class TransformersConfig:
         values = dataclasses.asdict(self)
         extra = values.pop("extra")
         return {"model_type": self.model_type, **values, **extra}
+
+
+@dataclass(frozen=True)
+class TowersConfig(TransformersConfig):
+    """Options of a model of towers, which have options of their own: a field with a config for each of `towers`.
+
+    Before 4.28 transformers also wrote each tower's options as *_config_dict; the plain ones are complete.
+    """
+
+    towers: ClassVar[Mapping[str, type[TransformersConfig]]] = {}
+
+    @classmethod
+    def from_dict(cls, config: dict) -> Self:
+        own = {name: tower.from_dict(config.get(name) or {}) for name, tower in cls.towers.items()}
+        return super().from_dict({**config, **own})
+
+    def to_dict(self) -> dict:
+        return {**super().to_dict(), **{name: getattr(self, name).to_dict() for name in self.towers}}
 
 
 def check_heads(width: int, heads: int, width_name: str, heads_name: str) -> None:

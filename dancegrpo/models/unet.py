@@ -5,31 +5,14 @@ which adds the pooled text and the image's sizes and crop to the time embedding.
 velocity) is the scheduler's business.
 """
 
-import math
-
-import numpy as np
 from mindspore import Tensor, nn, ops
 
-from dancegrpo.models.layers import TextProjection
+from dancegrpo.models.layers import SinusoidalFeatures, TextProjection
 from dancegrpo.models.resnet import Conv2d
 from dancegrpo.models.unet_blocks import BlockConfig, DownBlock, MidBlock, UpBlock
 from dancegrpo.models.unet_config import UNet2DConditionConfig
 from dancegrpo.ops import GroupNorm, SiLU
 from dancegrpo.ops.activations import float32
-
-
-class SinusoidalFeatures(nn.Cell):
-    """[cos, sin] of x 10000^(-k / (channels / 2)), float32: (N,) to (N, channels)."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        half = channels // 2
-        frequency = np.exp(-math.log(10000.0) * np.arange(half, dtype=np.float32) / half)
-        self.frequency = Tensor(frequency.reshape(1, half).astype(np.float32))
-
-    def construct(self, x: Tensor) -> Tensor:
-        angle = float32(x).reshape((-1, 1)) * self.frequency
-        return ops.concat((ops.cos(angle), ops.sin(angle)), axis=-1)
 
 
 class UNet2DConditionModel(nn.Cell):

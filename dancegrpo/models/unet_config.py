@@ -1,8 +1,8 @@
 """`config.json` of diffusers' UNet2DConditionModel, and which of its options are supported."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from dancegrpo.models.options import refuse_unsupported
 
 DOWN_BLOCKS = ("CrossAttnDownBlock2D", "DownBlock2D")
 UP_BLOCKS = ("CrossAttnUpBlock2D", "UpBlock2D")
@@ -40,16 +40,6 @@ _PER_BLOCK = (
     "only_cross_attention",
     "transformer_layers_per_block",
 )
-
-
-def refuse_unsupported(config: Any, supported: Mapping[str, Sequence]) -> None:
-    """ValueError for a field of `config` whose value is not among those that `supported` lists for it."""
-    for name, values in supported.items():
-        value = getattr(config, name)
-        if value not in values:
-            raise ValueError(
-                f"{name} is {value!r}, which is not supported; valid: {', '.join(map(repr, values))}"
-            )
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,12 @@ def _variant(folder: Path, stem: str) -> Path | None:
     return found.get("fp16") or next(iter(found.values()), None)
 
 
-def _read_index(index: Path) -> Stored:
-    """The tensors that an index lists, each looked up in the header of its shard."""
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor names to shards, as an index of shards lists them; the shards lie beside it.
+
+    Raises:
+        ConfigError: it is no index, or a shard is missing or in another folder.
+    """
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(listed.values()))
@@ -90,7 +94,13 @@ def _read_index(index: Path) -> Stored:
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise ConfigError(f"{index.parent}: shard {missing[0]} is missing, which {index.name} lists")
-    stored = read_headers([index.parent / shard for shard in shards])
+    return listed
+
+
+def _read_index(index: Path) -> Stored:
+    """The tensors that an index lists, each looked up in the header of its shard."""
+    listed = read_weight_map(index)
+    stored = read_headers([index.parent / shard for shard in sorted(set(listed.values()))])
     for name, shard in listed.items():
         if name not in stored:
             raise ConfigError(f"{index}: {name} should be in {shard}, but is in none of the shards")

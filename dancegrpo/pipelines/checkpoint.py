@@ -17,12 +17,12 @@ from dancegrpo.config import ConfigError
 from dancegrpo.diffusion import process_of, read_scheduler
 from dancegrpo.diffusion.scheduler_config import SchedulerSettings
 from dancegrpo.models import load_model
-from dancegrpo.models.loading import read_json
 from dancegrpo.pipelines.base import Pipeline, PipelineOptions
 from dancegrpo.pipelines.guidance import GuidedDenoiser, guidance_scale
 from dancegrpo.pipelines.sizes import image_size, vae_factor
 from dancegrpo.pipelines.text import TextTower
 from dancegrpo.runtime.compile_cache import installed_version, source_digest
+from dancegrpo.runtime.files import read_json
 from dancegrpo.runtime.precision import compute_dtype
 
 

@@ -11,12 +11,13 @@ from mindspore import Tensor, nn, ops
 
 from dancegrpo.config import ConfigError
 from dancegrpo.models.flux import FluxTransformer2DModel
-from dancegrpo.models.loading import read_config, read_json
+from dancegrpo.models.loading import read_config
 from dancegrpo.pipelines.base import PipelineOptions, PromptEncoding
-from dancegrpo.pipelines.checkpoint import CheckpointPipeline
+from dancegrpo.pipelines.checkpoint import CheckpointPipeline, LatentDecoder
 from dancegrpo.pipelines.latents import image_ids
 from dancegrpo.pipelines.sizes import image_size, vae_factor
 from dancegrpo.pipelines.text import TextTower
+from dancegrpo.runtime.files import read_json
 
 _DEFAULT_GUIDANCE = 3.5  # what FLUX.1-dev was distilled around
 _T5_TOKENS = 512  # as in diffusers
@@ -63,17 +64,15 @@ class FluxDecoder(nn.Cell):
 
     def __init__(self, vae: nn.Cell, rows: int, columns: int):
         super().__init__(auto_prefix=False)
-        self.vae = vae
+        self.decoder = LatentDecoder(vae)
         self.rows, self.columns, self.channels = rows, columns, vae.config.latent_channels
-        self.scale, self.shift = 1.0 / vae.config.scaling_factor, float(vae.config.shift_factor or 0.0)
 
     def construct(self, packed: Tensor) -> Tensor:
         batch, rows, columns, channels = packed.shape[0], self.rows, self.columns, self.channels
         # unpack_latents in two 4-D transposes: those of higher rank are pathologically slow on CPU.
         x = packed.reshape((batch, rows * columns, channels, 4)).transpose((0, 2, 1, 3))
         x = x.reshape((batch * channels * rows, columns, 2, 2)).transpose((0, 2, 1, 3))
-        latents = x.reshape((batch, channels, 2 * rows, 2 * columns)) * self.scale + self.shift
-        return ops.clamp(self.vae.decode(latents) * 0.5 + 0.5, 0.0, 1.0)
+        return self.decoder(x.reshape((batch, channels, 2 * rows, 2 * columns)))
 
 
 class FluxPipeline(CheckpointPipeline):

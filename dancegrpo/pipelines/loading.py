@@ -1,6 +1,5 @@
 """From a path on the command line to a loaded pipeline."""
 
-import json
 from importlib import import_module
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from dancegrpo.config import ConfigError, choices_text
 from dancegrpo.diffusion.scheduler_config import SchedulerSettings
 from dancegrpo.pipelines.base import Pipeline, PipelineOptions
 from dancegrpo.pipelines.checkpoint import CheckpointPipeline
+from dancegrpo.runtime.files import read_json
 from dancegrpo.runtime.runlog import checkpoint_path, saved_iterations
 
 SHIPPED = {"small-flux": Path(__file__).resolve().parent.parent / "assets" / "small-flux"}
@@ -58,11 +58,7 @@ def find_family(folder: Path) -> type[CheckpointPipeline]:
     Raises:
         ConfigError: the file cannot be read, or names a class that is not supported.
     """
-    try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'model_index.json'} cannot be read: {error}") from error
-    family = index.get("_class_name") if isinstance(index, dict) else None
+    family = read_json(folder / "model_index.json").get("_class_name")
     if not isinstance(family, str) or family not in _FAMILIES:
         raise ConfigError(
             f"{folder}: pipeline class {family!r} is not supported; {choices_text(str(family), _FAMILIES)}"

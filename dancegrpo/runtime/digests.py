@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dancegrpo.config.folders import cache_folder
-from dancegrpo.runtime.files import sha256
+from dancegrpo.runtime.files import sha256, write_atomic
 
 Signature = tuple[int, ...]
 
@@ -53,7 +53,5 @@ def content_digest(path: str | Path, memory: Path | None = None) -> str:
         content = json.dumps({"path": str(path), "signature": before, "sha256": digest})
         with contextlib.suppress(OSError):  # what is not remembered is computed again
             memory.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_suffix(f".{os.getpid()}")
-            temporary.write_text(content, encoding="utf-8")
-            os.replace(temporary, note)
+            write_atomic(note, content)
     return digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import uuid
@@ -35,6 +36,23 @@ def check_writable(path: str | Path, option: str) -> None:
         raise ConfigError(f"{option} {path}: {folder} is a file, not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{option} {path}: no permission to write to {folder}")
+
+
+def read_json(path: str | Path) -> dict:
+    """The object that a JSON file holds.
+
+    Raises:
+        ConfigError: it cannot be read, is not valid JSON, or holds something else than an object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold an object with options")
+    return content
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:
