@@ -197,3 +197,27 @@ def test_no_key_is_dead():
         if not re.search(rf"\b{section}\.{key}\b", code)
     ]
     assert not dead
+
+
+def test_configs_of_the_small_flux_differ_only_where_they_say():
+    """They are copies of flux_small.yaml, so that each explains itself; a key changed in one only is a mistake."""
+
+    def leaves(name):
+        tree = load_config(name).to_dict()
+        return {(section, key): value for section in tree for key, value in tree[section].items()}
+
+    def changed(name):
+        other = leaves(name)
+        return {f"{section}.{key}" for (section, key), value in base.items() if other[section, key] != value}
+
+    base = leaves("flux_small.yaml")
+    assert changed("flux_small_long.yaml") == {"train.iterations"}
+    assert changed("flux_small_clip.yaml") == {
+        "reward.terms",
+        "train.iterations",
+        "train.updates_per_rollout",
+        "train.trained_prompts",
+        "train.kl_weight",
+    }
+    for name in ("flux_small_long.yaml", "flux_small_clip.yaml"):
+        assert shipped_configs()[name].read_text().count("Differs.") == len(changed(name))

@@ -1,7 +1,5 @@
 """Schedules, transitions and the sampler against numbers from public implementations (tests/golden)."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -11,46 +9,11 @@ from dancegrpo.runtime.setup import setup_runtime
 setup_runtime(compile_cache=False)
 
 import mindspore as ms  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
+from golden_cases import ToyDenoiser, WeightedLogProb, assert_near, golden  # noqa: E402
+from mindspore import Tensor  # noqa: E402
 
 from dancegrpo.diffusion import PolicyStep, Sampler, Schedule, make_schedule, make_transition  # noqa: E402
 from dancegrpo.diffusion.schedules import timesteps_of  # noqa: E402
-
-GOLDEN = Path(__file__).parent / "golden"
-
-
-def golden(name: str) -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDEN / f"{name}.npz"))
-
-
-def assert_near(actual, expected, tolerance):
-    actual = actual.asnumpy() if isinstance(actual, Tensor) else np.asarray(actual)
-    assert actual.shape == expected.shape
-    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
-
-
-class WeightedLogProb(nn.Cell):
-    """Sum of weights times log-probabilities of given next latents."""
-
-    def __init__(self, transition):
-        super().__init__()
-        self.transition = transition
-
-    def construct(self, output, sample, sigma, sigma_next, following, weight):
-        return (self.transition(output, sample, sigma, sigma_next, None, following)[4] * weight).sum()
-
-
-class ToyDenoiser(nn.Cell):
-    """v(x, t) = tanh(a x) + b sin(t / 1000); tanh by sigmoid, because MindSpore's tanh on CPU is an
-    approximation."""
-
-    def __init__(self, a: float, b: float):
-        super().__init__()
-        self.a, self.b = float(a), float(b)
-
-    def construct(self, latents, timestep):
-        time = ops.sin(timestep / 1000.0).reshape((-1,) + (1,) * (latents.ndim - 1))
-        return 2.0 * ops.sigmoid(2.0 * self.a * latents) - 1.0 + self.b * time
 
 
 def toy_sampler(case, transition, timesteps):
@@ -94,7 +57,7 @@ def test_unknown_names_and_settings_are_config_errors():
 def test_dance_sde_step_and_gradient():
     case = golden("B_dance_sde_step")
     sde, ode = make_transition("dance_sde", eta=float(case["hp_eta"])), make_transition("ode")
-    gradient = ms.value_and_grad(WeightedLogProb(sde), 0)
+    gradient = ms.value_and_grad(WeightedLogProb(sde), 0, has_aux=True)
     for k, index in enumerate(case["hp_index"]):
         sigma, sigma_next = (Tensor(s) for s in case["hp_sigmas"][index : index + 2])
         sample, output, noise, new = (
@@ -129,7 +92,7 @@ def test_dance_sde_per_sample_sigmas():
     assert_near(log_prob, case["out_log_prob"], 2e-5)
     stored = Tensor(case["out_prev_sample"])
     assert_near(sde(new, sample, sigma, sigma_next, None, stored)[4], case["out_log_prob_new"], 2e-5)
-    _, grad = ms.value_and_grad(WeightedLogProb(sde), 0)(
+    _, grad = ms.value_and_grad(WeightedLogProb(sde), 0, has_aux=True)(
         new, sample, sigma, sigma_next, stored, Tensor(case["in_logprob_weight"])
     )
     assert_near(grad, case["out_grad_model_output_new"], 5e-5)

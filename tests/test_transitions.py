@@ -1,7 +1,6 @@
 """Flow-SDE, CPS, DDIM and diffusers' schedules against numbers from public implementations (tests/golden)."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from dancegrpo.runtime.setup import setup_runtime
 setup_runtime(compile_cache=False)
 
 import mindspore as ms  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
+from golden_cases import ToyDenoiser, WeightedLogProb, assert_near, golden  # noqa: E402
+from mindspore import Tensor, ops  # noqa: E402
 
 from dancegrpo.diffusion import (  # noqa: E402
     PolicyStep,
@@ -26,7 +26,6 @@ from dancegrpo.diffusion.noise_levels import alphas_cumprod  # noqa: E402
 from dancegrpo.diffusion.schedules import dynamic_shift  # noqa: E402
 from dancegrpo.rl.chain import make_chain  # noqa: E402
 
-GOLDEN = Path(__file__).parent / "golden"
 SD15 = {
     "_class_name": "DDIMScheduler",
     "beta_schedule": "scaled_linear",
@@ -37,38 +36,6 @@ SD15 = {
     "steps_offset": 1,
     "trained_betas": None,
 }
-
-
-def golden(name: str) -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDEN / f"{name}.npz"))
-
-
-def assert_near(actual, expected, tolerance):
-    actual = actual.asnumpy() if isinstance(actual, Tensor) else np.asarray(actual)
-    assert actual.shape == expected.shape
-    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
-
-
-class WeightedLogProb(nn.Cell):
-    def __init__(self, transition):
-        super().__init__()
-        self.transition = transition
-
-    def construct(self, output, sample, sigma, sigma_next, following, weight):
-        log_prob = self.transition(output, sample, sigma, sigma_next, None, following)[4]
-        return (log_prob * weight).sum(), log_prob
-
-
-class ToyDenoiser(nn.Cell):
-    """tanh(a x) + b sin(t / 1000); tanh by sigmoid, because MindSpore's tanh on CPU is an approximation."""
-
-    def __init__(self, a: float, b: float):
-        super().__init__()
-        self.a, self.b = float(a), float(b)
-
-    def construct(self, latents, timestep):
-        time = ops.sin(timestep / 1000.0).reshape((-1,) + (1,) * (latents.ndim - 1))
-        return 2.0 * ops.sigmoid(2.0 * self.a * latents) - 1.0 + self.b * time
 
 
 def toy_step(case, transition):
