@@ -108,7 +108,7 @@ def test_embeddings_equal_diffusers():
     rotated = ApplyRotary(x.shape[-1])(x, cos, sin).asnumpy().transpose(0, 2, 1, 3)
     assert relative(rotated, data["out_rope_x"]) < 1e-5
     embedding = TimestepEmbedding(8, channels=int(data["hp_dim"]))
-    angle = data["in_timesteps"][:, None] * embedding.frequency.asnumpy()
+    angle = data["in_timesteps"][:, None] * embedding.features.frequency.asnumpy()
     features = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
     assert relative(features, data["out_timestep_emb_flip_shift0"]) < 5e-5
 
