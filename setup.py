@@ -33,7 +33,7 @@ EXTRAS = {
     "t5": ["sentencepiece>=0.2,<0.3"],
     "clip": ["open_clip_torch>=2.24,<4"],
     "ocr": ["rapidocr>=3.0,<4", "onnxruntime>=1.17,<2"],
-    "dev": ["pytest>=8,<10", "ruff>=0.9,<0.18", "pre-commit>=3.5,<5"],
+    "dev": ["pytest>=8,<10", "pytest-xdist>=3.5,<4", "ruff>=0.9,<0.18", "pre-commit>=3.5,<5"],
 }
 
 setup(
