@@ -21,12 +21,12 @@ from dancegrpo.runtime.cli import run_cli
 
 BACKBONES = ("transformer", "unet")
 HELD = 4
-"""Bytes of a weight of the backbone in memory, float32 whatever it computes in."""
+"""Bytes of a weight of the backbone that is trained, float32 whatever it computes in."""
 TRAINED = 20
 """Further bytes of a weight that is trained: the optimizer's float32 copy, the sum of the gradients and the gradient of
 one micro-batch, and AdamW's two moments."""
 FROZEN = 2
-"""Bytes of a weight of text encoders and VAE, which are held in the format of the products; 4 in float32."""
+"""Bytes of a weight that is not trained, which is held in the format of the products; 4 where that is float32."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sizes:
     @property
     def with_lora(self) -> int:
         """Bytes to train a LoRA for it."""
-        return self.backbone * HELD + self.lora * (HELD + TRAINED)
+        return self.backbone * FROZEN + self.lora * (HELD + TRAINED)
 
 
 def measure(models: Mapping[str, dict], rank: int) -> Sizes:
@@ -77,12 +77,12 @@ def table_rows(names: Sequence[str], rank: int) -> list[list[str]]:
     from public_configs import PUBLIC
 
     rows = [
-        ["checkpoint", "backbone, weights", "in float32", "all weights", f"LoRA, rank {rank}", "its weights"]
+        ["checkpoint", "backbone, weights", "in 16 bits", "all weights", f"LoRA, rank {rank}", "its weights"]
         + ["text encoders", "VAE"]
     ]
     for name in names:
         sizes = measure(PUBLIC[name], rank)
-        gigabytes = [sizes.backbone * HELD, sizes.full, sizes.with_lora]
+        gigabytes = [sizes.backbone * FROZEN, sizes.full, sizes.with_lora]
         texts = [f"{value / 1e9:.1f} GB" for value in gigabytes]
         others = [f"{count * FROZEN / 1e9:.1f} GB" if count else "none" for count in (sizes.text, sizes.vae)]
         rows.append([name, f"{sizes.backbone / 1e6:,.0f} M", *texts, f"{sizes.lora / 1e6:.1f} M", *others])

@@ -10,7 +10,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: threads would only get in each other's way
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # as many processes as cores: threads would only get in each other's way
     os.environ["OMP_NUM_THREADS"] = "1"
 
 from dancegrpo.runtime.setup import be_quiet

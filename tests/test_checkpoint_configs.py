@@ -108,7 +108,7 @@ def test_sizes_are_those_of_the_published_weights_and_of_the_docs():
     }.items():
         sizes = model_sizes.measure(PUBLIC[name], 32)
         assert sizes.backbone == count
-        assert sizes.full == 24 * count and sizes.with_lora == 4 * count + 24 * sizes.lora
+        assert sizes.full == 24 * count and sizes.with_lora == 2 * count + 24 * sizes.lora
     rows = model_sizes.table_rows(["stable-diffusion-v1-5", "DiT-XL-2-256"], 32)
     for row in rows:
         assert f"| {' | '.join(row)} |" in docs

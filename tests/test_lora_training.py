@@ -6,11 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from dancegrpo.config import Config, ConfigError, LoraConfig
+from dancegrpo.config import Config, ConfigError, LoraConfig, PrecisionConfig
 from dancegrpo.runtime.setup import setup_runtime
 
 setup_runtime(compile_cache=False)
 
+import mindspore as ms  # noqa: E402
 from mindspore import Tensor  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
@@ -26,10 +27,11 @@ from dancegrpo.models.lora import (  # noqa: E402
 )
 from dancegrpo.models.lora_files import LORA_FILE  # noqa: E402
 from dancegrpo.models.saving import parameter_arrays  # noqa: E402
-from dancegrpo.pipelines import load_pipeline  # noqa: E402
+from dancegrpo.pipelines import PipelineOptions, load_pipeline  # noqa: E402
 from dancegrpo.pipelines.loading import SHIPPED  # noqa: E402
 from dancegrpo.rewards import FunctionReward, LabelledReward, RewardSet  # noqa: E402
 from dancegrpo.rl import Trainer, open_run  # noqa: E402
+from dancegrpo.rl.launch import RunInputs, build_trainer  # noqa: E402
 from dancegrpo.rl.run_state import load_run_state  # noqa: E402
 
 
@@ -69,9 +71,13 @@ class Watching(Trainer):
         return means
 
 
-def run(output, folder, resume=False):
+PROMPTS = PromptSet(("a red circle", "a blue square"), ({}, {}))
+REWARDS = RewardSet([LabelledReward("redness", FunctionReward(redness))])
+
+
+def config_of(folder):
     base = Config()
-    config = dataclasses.replace(
+    return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, checkpoint=str(folder)),
         lora=LoraConfig(rank=4, alpha=8.0),
@@ -85,10 +91,12 @@ def run(output, folder, resume=False):
             base.output, sample_every=0, checkpoint_every=1, keep_last=0, tensorboard=False
         ),
     )  # fmt: skip
-    prompts = PromptSet(("a red circle", "a blue square"), ({}, {}))
+
+
+def run(output, folder, resume=False):
+    config = config_of(folder)
     with open_run(output, config, resume=resume) as opened:
-        rewards = RewardSet([LabelledReward("redness", FunctionReward(redness))])
-        trainer = Watching(config, load_pipeline(folder), rewards, prompts, opened)
+        trainer = Watching(config, load_pipeline(folder), REWARDS, PROMPTS, opened)
         trainer.train()
         return trainer, opened.metrics()
 
@@ -113,6 +121,34 @@ def test_a_run_trains_the_lora_alone(folder, trained):
     changed = flat.split(flat.weights.asnumpy() != trainer.reference)
     assert all(array.any() for array in changed.values())
     assert "LoRA of rank 4 in 11 layers" in describe_lora(backbone)
+
+
+def test_a_frozen_model_is_held_in_the_format_it_computes_in(folder, tmp_path):
+    """Half the memory, and the same bits, of which training changes none."""
+    config = dataclasses.replace(config_of(folder), precision=PrecisionConfig(compute="float16"))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, iterations=1))
+    with open_run(tmp_path / "run", config) as opened:
+        trainer = build_trainer(config, opened, RunInputs(PROMPTS, REWARDS, None))
+        held = {name: p.dtype for name, p in trainer.pipeline.backbone.parameters_and_names() if p.ndim > 1}
+        lora = set(lora_parameters(trainer.pipeline.backbone))
+        assert {name for name, dtype in held.items() if dtype == ms.float32} == lora
+        assert {held[name] for name in held.keys() - lora} == {ms.float16}
+        before = parameter_arrays(trainer.pipeline.backbone)
+        trainer.train()
+        (row,) = opened.metrics()
+    assert row["ratio/first_max_deviation"] == 0.0 and not row["skipped"]
+    assert all(
+        np.array_equal(a, before[key]) for key, a in parameter_arrays(trainer.pipeline.backbone).items()
+    )
+    flat = trainer.updater.flat
+    assert any((a != 0).any() for key, a in flat.split(flat.weights.asnumpy()).items() if "lora_B" in key)
+
+    rng = np.random.default_rng(1)
+    pipelines = [load_pipeline(folder, PipelineOptions("float16", frozen=frozen)) for frozen in (True, False)]
+    latents = Tensor(rng.standard_normal((2, *pipelines[0].latent_shape), np.float32))
+    conditions = list(map(Tensor, pipelines[0].encode_prompts(list(PROMPTS.prompts))))
+    halves, whole = (p.denoiser(latents, Tensor([900.0, 100.0]), *conditions).asnumpy() for p in pipelines)
+    assert np.array_equal(halves, whole)
 
 
 def test_the_reference_is_the_base_model(folder, trained):

@@ -45,7 +45,7 @@ def evaluate_checkpoints(
     check_writable(file, "--json")
     checkpoint = checkpoint or config.model.checkpoint
     evaluator = Evaluator(config, prompts or evaluation_prompts(config))
-    options = PipelineOptions.of(config)
+    options = PipelineOptions.of(config, frozen=True)
     model = load_pipeline(checkpoint, options, weights, lora)
     other = load_pipeline(compare, options, lora=compare_lora) if compare else None
     for pipeline in filter(None, (model, other)):

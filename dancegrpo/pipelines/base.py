@@ -42,6 +42,7 @@ class PipelineOptions:
         guidance_scale, negative_prompt: see `config.SamplerConfig`.
         height, width, text_encoder, max_sequence_length: see `config.ModelConfig`.
         embedding_cache_gb: 10^9 bytes of encoded prompts that are kept on disk; 0: none are.
+        frozen: the backbone's own weights are not trained, so its matrices may be held in the dtype of the products.
     """
 
     compute: str = "float32"
@@ -52,10 +53,11 @@ class PipelineOptions:
     text_encoder: str | None = None
     max_sequence_length: int | None = None
     embedding_cache_gb: float = 0.0
+    frozen: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> PipelineOptions:
-        """Those that a config asks for."""
+    def of(cls, config: Config, frozen: bool = False) -> PipelineOptions:
+        """Those that a config asks for; `frozen` depends on what is done with the pipeline."""
         model, sampler = config.model, config.sampler
         output = config.output
         return cls(
@@ -67,6 +69,7 @@ class PipelineOptions:
             text_encoder=model.text_encoder,
             max_sequence_length=model.max_sequence_length,
             embedding_cache_gb=output.embedding_cache_gb if output.embedding_cache else 0.0,
+            frozen=frozen,
         )
 
 

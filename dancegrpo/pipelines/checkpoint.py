@@ -51,7 +51,8 @@ class CheckpointPipeline(Pipeline):
         self.dtype = compute_dtype(self.options.compute)
         self.towers: list[TextTower] = []
         self.vae = load_model(self.folder / "vae", self.dtype, parameters_dtype=self.dtype)
-        self.backbone = load_model(self.folder / self.component, self.dtype)
+        held = self.dtype if self.options.frozen else None
+        self.backbone = load_model(self.folder / self.component, self.dtype, parameters_dtype=held)
         self._check_classes()
         for parameter in self.vae.get_parameters():
             parameter.requires_grad = False

@@ -205,7 +205,7 @@ def generate(config: Config, options: GenerateOptions) -> tuple[int, Path]:
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
     folder = check_output(options.output, options.overwrite)
-    asked = PipelineOptions.of(config)
+    asked = PipelineOptions.of(config, frozen=True)
     if options.negative_prompt is not None:
         asked = replace(asked, negative_prompt=options.negative_prompt)
     checkpoint = options.checkpoint or config.model.checkpoint

@@ -127,7 +127,8 @@ def build_trainer(config: Config, run_folder: RunFolder, inputs: RunInputs | Non
     from dancegrpo.pipelines import PipelineOptions, load_pipeline
     from dancegrpo.rl.trainer import Trainer
 
-    pipeline = load_pipeline(config.model.checkpoint, PipelineOptions.of(config))
+    options = PipelineOptions.of(config, frozen=config.lora.rank > 0)
+    pipeline = load_pipeline(config.model.checkpoint, options)
     pipeline.check_prompts(inputs.prompts.prompts)
     if inputs.evaluation_prompts is not None:
         check_drawable(pipeline, inputs.evaluation_prompts)
