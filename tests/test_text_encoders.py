@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from dancegrpo.models import load_model, save_model  # noqa: E402
 from dancegrpo.models.loading import named_parameters  # noqa: E402
+from dancegrpo.models.saving import parameter_arrays  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden"
 OPEN_CLIP = GOLDEN / "open_clip"
@@ -141,6 +142,31 @@ def open_clip_folder(name, tmp_path):
     save_file(arrays, tmp_path / "open_clip_model.safetensors")
     (tmp_path / "open_clip_config.json").write_text((OPEN_CLIP / name / "open_clip_config.json").read_text())
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "prefix", "more"),
+    [
+        ("llama_gqa", "LlamaForCausalLM", "model.", {"lm_head.weight": (8, 8)}),
+        (
+            "t5_encoder_gated_gelu",
+            "T5ForConditionalGeneration",
+            "",
+            {"decoder.final_layer_norm.weight": (8,)},
+        ),
+    ],
+)
+def test_the_encoder_within_a_whole_language_model_is_read(name, whole, prefix, more, tmp_path):
+    """As LLaMA and T5 are published: with heads and decoders that a text encoder does without."""
+    weights = load_file(GOLDEN / name / "model.safetensors")
+    weights = {prefix + key: array for key, array in weights.items()}
+    weights |= {key: np.ones(shape, np.float32) for key, shape in more.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [whole]}))
+    found, expected = (parameter_arrays(load_model(folder)) for folder in (tmp_path, GOLDEN / name))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", ["vit_gelu", "vit_quickgelu"])

@@ -165,6 +165,10 @@ class LlamaModel(nn.Cell):
     config_class = LlamaConfig
     class_name = "LlamaModel"
     library = "transformers"
+    ignored_weights = (
+        "lm_head.weight",
+        "*.rotary_emb.inv_freq",
+    )  # LlamaForCausalLM's head; a constant of old files
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -176,6 +180,11 @@ class LlamaModel(nn.Cell):
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.output_names = ("last_hidden_state",)
         self.with_states = False
+
+    @staticmethod
+    def weight_name(name: str) -> str:
+        """LlamaForCausalLM's names with what they begin with taken away."""
+        return name.removeprefix("model.")
 
     def return_hidden_states(self) -> None:
         """Also return `hidden_0` (embeddings) ... `hidden_n`, the last after the final norm."""

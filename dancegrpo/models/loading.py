@@ -31,6 +31,8 @@ _MODULES = {
     "T5EncoderModel": "t5",
     "UNet2DConditionModel": "unet",
 }
+# Models with something on top that a text encoder does without: their weights are left in the file.
+_WITHIN = {"LlamaForCausalLM": "LlamaModel", "T5ForConditionalGeneration": "T5EncoderModel"}
 # diffusers' older class for several models, told apart by `norm_type`: public DiT and PixArt folders name it.
 _OLDER_CLASS = "Transformer2DModel"
 _BY_NORM = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
@@ -108,10 +110,10 @@ def build_model(config: dict, source: str, **options) -> nn.Cell:
     name = config.get("_class_name") or (config.get("architectures") or [None])[0]
     if name == _OLDER_CLASS:
         name = _BY_NORM.get(str(config.get("norm_type")), name)
+    name = _WITHIN.get(name, name)
     if name not in _MODULES:
-        raise ConfigError(
-            f"{source}: model class {name!r} is not known; valid: {', '.join(sorted(_MODULES))}"
-        )
+        known = ", ".join(sorted([*_MODULES, *_WITHIN]))
+        raise ConfigError(f"{source}: model class {name!r} is not known; valid: {known}")
     model_class = getattr(import_module(f"dancegrpo.models.{_MODULES[name]}"), name)
     try:
         model = model_class(

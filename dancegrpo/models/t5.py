@@ -190,7 +190,8 @@ class T5EncoderModel(nn.Cell):
     config_class = T5Config
     class_name = "T5EncoderModel"
     library = "transformers"
-    ignored_weights = ("encoder.embed_tokens.weight",)  # tied to shared.weight
+    # Tied to shared.weight; T5ForConditionalGeneration's second half.
+    ignored_weights = ("encoder.embed_tokens.weight", "decoder.*", "lm_head.weight")
 
     def __init__(self, config: T5Config):
         super().__init__()
