@@ -158,13 +158,14 @@ def open_clip_folder(name, tmp_path):
 )
 def test_the_encoder_within_a_whole_language_model_is_read(name, whole, prefix, more, tmp_path):
     """As LLaMA and T5 are published: with heads and decoders that a text encoder does without."""
-    weights = load_file(GOLDEN / name / "model.safetensors")
+    source = GOLDEN / "models" / name
+    weights = load_file(source / "model.safetensors")
     weights = {prefix + key: array for key, array in weights.items()}
     weights |= {key: np.ones(shape, np.float32) for key, shape in more.items()}
     save_file(weights, tmp_path / "model.safetensors")
-    config = json.loads((GOLDEN / name / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [whole]}))
-    found, expected = (parameter_arrays(load_model(folder)) for folder in (tmp_path, GOLDEN / name))
+    found, expected = (parameter_arrays(load_model(folder)) for folder in (tmp_path, source))
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
