@@ -1,7 +1,6 @@
-"""SD3, DiT and PixArt transformers against the reference implementations' numbers, forward and backward."""
+"""SD3, DiT and PixArt transformers: their parts, published configs and what they refuse."""
 
 import dataclasses
-import inspect
 import json
 import shutil
 import sys
@@ -18,17 +17,16 @@ from dancegrpo.runtime.setup import setup_runtime
 setup_runtime(compile_cache=False)
 
 import mindspore as ms  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
+from golden_models import MODELS, load_case, relative  # noqa: E402
+from mindspore import Tensor, ops  # noqa: E402
 
 from dancegrpo.config import ConfigError  # noqa: E402
 from dancegrpo.models import load_model, save_model  # noqa: E402
 from dancegrpo.models.dit import DiTConfig, DiTTransformer2DModel  # noqa: E402
-from dancegrpo.models.loading import named_parameters  # noqa: E402
 from dancegrpo.models.patches import PatchEmbed, sincos_table, unpatchify  # noqa: E402
 from dancegrpo.models.pixart import PixArtConfig  # noqa: E402
 from dancegrpo.models.sd3 import SD3Config  # noqa: E402
 
-GOLDEN = Path(__file__).parent / "golden" / "models"
 CASES = (
     "sd3_medium_like",
     "sd35_like_qknorm_dual",
@@ -38,87 +36,23 @@ CASES = (
 )
 
 
-def relative(actual, expected) -> float:
-    """Largest deviation over the largest expected value, the error measure of the golden set."""
-    return float(np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max())
-
-
-def golden_case(name, dtype=None):
-    model = load_model(GOLDEN / name, dtype=dtype)
-    io = dict(np.load(GOLDEN / name / "io.npz"))
-    names = [key for key in inspect.signature(type(model).construct).parameters if f"in_{key}" in io]
-    return model, io, {key: Tensor(io[f"in_{key}"]) for key in names}
-
-
-class _Gradient(nn.Cell):
-    """Gradients of the weighted sum of the sample, by the names of inputs and by those of parameters."""
-
-    def __init__(self, model, weight, positions, parameters):
-        super().__init__()
-        self.model, self.weight = model, weight
-        self.gradient = ops.value_and_grad(self.loss, positions, ms.ParameterTuple(parameters))
-
-    def loss(self, *inputs):
-        return (self.model(*inputs)[0] * self.weight).sum()
-
-    def construct(self, *inputs):
-        return self.gradient(*inputs)
-
-
-def gradient_of_hidden_states(model, inputs, weight):
-    """Called with every input of `construct` in order, optional ones included."""
-    trained = {key: p for key, p in named_parameters(model).items() if p.requires_grad}
-    names = [key for key in inspect.signature(type(model).construct).parameters if key != "self"]
-    gradient = _Gradient(model, Tensor(weight), 0, trained.values())
-    _, (of_input, of_weights) = gradient(*[inputs.get(key) for key in names])
-    return of_input.asnumpy(), {key: g.asnumpy() for key, g in zip(trained, of_weights, strict=True)}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_equal_the_reference(name):
-    assert ms.get_context("mode") == ms.GRAPH_MODE
-    model, io, inputs = golden_case(name)
-    assert model.output_names == ("sample",)
-    sample = model(**inputs)[0].asnumpy()
-    assert sample.shape == io["out_sample"].shape
-    assert relative(sample, io["out_sample"]) < 2e-5
-
-    of_input, of_weights = gradient_of_hidden_states(model, inputs, io["cot_sample"])
-    assert relative(of_input, io["grad_in_hidden_states"]) < 1e-4
-    for key in io:
-        if key.startswith("grad_w__"):
-            assert relative(of_weights[key.removeprefix("grad_w__")], io[key]) < 1e-4, key
-    expected = dict(zip(io["param_names"], io["out_param_grad_l2"], strict=True))
-    assert set(expected) == set(of_weights)  # a table of positions is stored and not trained
-    norms = np.array([np.linalg.norm(of_weights[key].astype(np.float64)) for key in expected])
-    assert relative(norms, np.array(list(expected.values()))) < 1e-4
-
-
-@pytest.mark.parametrize("name", ["sd35_like_qknorm_dual", "dit_xl_like", "pixart_alpha_like_micro"])
-def test_float16_products_stay_close_and_outputs_are_float32(name):
-    model, io, inputs = golden_case(name, dtype=ms.float16)
-    sample = model(**inputs)[0]
-    assert sample.dtype == ms.float32
-    assert 1e-6 < relative(sample.asnumpy(), io["out_sample"]) < 2e-2  # above zero: it did compute in float16
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_saved_is_what_was_read(name, tmp_path):
     from safetensors.numpy import load_file
 
-    save_model(load_model(GOLDEN / name), tmp_path)
-    read, saved = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path))
+    save_model(load_model(MODELS / name), tmp_path)
+    read, saved = (json.loads((folder / "config.json").read_text()) for folder in (MODELS / name, tmp_path))
     read.pop("_diffusers_version")
     assert saved == read
     file = "diffusion_pytorch_model.safetensors"
-    weights, again = load_file(GOLDEN / name / file), load_file(tmp_path / file)
+    weights, again = load_file(MODELS / name / file), load_file(tmp_path / file)
     assert weights.keys() == again.keys()
     assert all(np.array_equal(weights[key], again[key]) for key in weights)
 
 
 def test_positions_of_the_stored_table_are_computed_alike():
     """The reference's table, from its weights file, against ours, and its middle under a latent that is no square."""
-    model = load_model(GOLDEN / "sd35_like_qknorm_dual")
+    model = load_model(MODELS / "sd35_like_qknorm_dual")
     stored = model.pos_embed.pos_embed.asnumpy()[0]
     assert np.abs(stored - sincos_table(12, 12, 32, 4, 1.0)).max() < 1e-6
     model.pos_embed.proj.weight.set_data(ops.zeros_like(model.pos_embed.proj.weight))
@@ -150,7 +84,8 @@ def test_unpatchify_puts_every_patch_back_in_its_place():
 
 
 def test_masked_text_tokens_have_no_say():
-    model, io, inputs = golden_case("pixart_sigma_like")
+    case = load_case("pixart_sigma_like")
+    model, io, inputs = case.model, case.stored, case.inputs
     text = io["in_encoder_hidden_states"].copy()
     text[io["in_encoder_attention_mask"] == 0] = 7.0
     changed = model(**{**inputs, "encoder_hidden_states": Tensor(text)})[0].asnumpy()
@@ -162,10 +97,10 @@ def test_masked_text_tokens_have_no_say():
 
 
 def test_size_conditions_are_asked_for():
-    model, _, inputs = golden_case("pixart_alpha_like_micro")
-    inputs.pop("resolution")
+    case = load_case("pixart_alpha_like_micro")
+    case.inputs.pop("resolution")
     with pytest.raises(ValueError, match="needs resolution and aspect_ratio"):
-        model(**inputs)
+        case.model(**case.inputs)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +108,7 @@ def test_size_conditions_are_asked_for():
     [((1, 4, 7, 8), "7 x 8 cannot be cut into patches of 2"), ((1, 4, 8, 26), "pos_embed_max_size is 12")],
 )
 def test_latents_that_do_not_fit_are_refused(shape, words):
-    model = load_model(GOLDEN / "sd3_medium_like")
+    model = load_model(MODELS / "sd3_medium_like")
     with pytest.raises(ValueError, match=words):
         model.pos_embed(ops.zeros(shape, ms.float32))
 
@@ -181,7 +116,7 @@ def test_latents_that_do_not_fit_are_refused(shape, words):
 def test_a_folder_of_the_older_class_loads(tmp_path):
     """Public DiT and PixArt checkpoints name Transformer2DModel and carry options that it alone had."""
     folder = tmp_path / "older"
-    shutil.copytree(GOLDEN / "dit_xl_like", folder)
+    shutil.copytree(MODELS / "dit_xl_like", folder)
     config = json.loads((folder / "config.json").read_text())
     older = {"num_vector_embeds": None, "use_linear_projection": False, "cross_attention_dim": None}
     config |= older | {"_class_name": "Transformer2DModel", "only_cross_attention": False}
