@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dancegrpo.config import ConfigError, choices_text
 from dancegrpo.runtime.cli import run_cli
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dancegrpo.runtime.setup import setup_runtime
 
     setup_runtime(compile_cache=False)
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
     from golden_models import CASES, load_case, measure
 
     from dancegrpo.models.weights import named_parameters
