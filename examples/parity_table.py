@@ -2,9 +2,9 @@
 
     python examples/parity_table.py [--json FILE] [CASE ...]
 
-Prints, for every case in tests/golden (made with diffusers, transformers and OpenCLIP), the largest relative error (norm
-of the deviation over the norm) of all stored outputs, and of all stored gradients: those of inputs and weights, and
-the norms of all. float32, graph mode. Exits with 1 if one is above its limit, 1e-4 and 1e-3.
+Prints, for every case in tests/golden (made with diffusers, transformers and OpenCLIP), the largest relative error
+(norm of the deviation over the norm) of all stored outputs, and of all stored gradients: those of inputs and weights,
+and the norms of all. float32, graph mode. Exits with 1 if one is above its limit, 1e-4 and 1e-3.
 """
 
 from __future__ import annotations
