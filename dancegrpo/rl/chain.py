@@ -48,9 +48,12 @@ def trained_transition(
         )
     if not transition.stochastic:
         level = f" at sampler.eta {sampler.eta}" if "eta" in settings else ""
+        advice = f"choose a stochastic transition: {_alternatives(process)}"
+        if TRANSITIONS.find(sampler.transition).stochastic:  # with noise, that is
+            advice = "set sampler.eta above 0"
         raise ConfigError(
             f"sampler.transition: {sampler.transition!r} is deterministic{level}, it has no density and there is "
-            f"nothing to train; choose a stochastic transition: {_alternatives(process)}"
+            f"nothing to train; {advice}"
         )
     return transition
 
