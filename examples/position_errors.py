@@ -53,11 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         images = generator.images(requests, config.evaluation.seed, checkpoint)
         free = [dataclasses.replace(scene, relation=None) for scene in scenes]
         there, asked = (
-            np.array([verdict.correct for verdict in verify_batch(images, stated)]) for stated in (free, scenes)
+            np.array([verdict.correct for verdict in verify_batch(images, stated)])
+            for stated in (free, scenes)
         )
         any_way = np.mean(
             [
-                [v.correct for v in verify_batch(images, [dataclasses.replace(s, relation=r) for s in scenes])]
+                [
+                    v.correct
+                    for v in verify_batch(images, [dataclasses.replace(s, relation=r) for s in scenes])
+                ]
                 for r in RELATIONS
             ],
             axis=0,

@@ -37,6 +37,20 @@ def test_layer_norm_composition_equals_the_kernel():
     np.testing.assert_allclose(composed.asnumpy(), kernel.asnumpy(), atol=2e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 8)])
+def test_layer_norm_of_a_single_token_has_its_gradient(shape):
+    rng = np.random.default_rng(0)
+    x, direction = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    norm = LayerNorm(8, affine=False)
+
+    def loss(x):
+        return (x * norm(x)).sum()
+
+    slope = (ms.grad(loss)(Tensor(x)).asnumpy() * direction).sum()
+    up, down = (float(loss(Tensor(x + sign * 1e-2 * direction)).asnumpy()) for sign in (1, -1))
+    assert slope == pytest.approx((up - down) / 2e-2, rel=1e-2)
+
+
 def test_a_device_without_an_own_kernel_takes_the_composition():
     assert select({"CPU": "composed", "Ascend": "fused"}, "GPU") == "composed"
     assert select({"CPU": "composed", "Ascend": "fused"}, "Ascend") == "fused"

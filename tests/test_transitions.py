@@ -287,7 +287,12 @@ def test_a_checkpoints_scheduler_config_gives_schedule_and_transition():
             "'ddim' is for models of a diffusion process.*'cps' or 'dance_sde' or 'flow_sde'",
         ),
         ("flow_sde", 0.7, "diffusion", "'flow_sde' is for models of a flow process.*choose 'ddim'"),
-        ("ddim", 0.0, "diffusion", "deterministic at sampler.eta 0.0, it has no density.*set sampler.eta above 0"),
+        (
+            "ddim",
+            0.0,
+            "diffusion",
+            "deterministic at sampler.eta 0.0, it has no density.*set sampler.eta above 0",
+        ),
         ("ode", 0.7, "flow", "'ode' is deterministic, it has no density and there is nothing to train"),
         ("cps", 1.5, "flow", "sampler.eta must be at most 1 for 'cps'"),
         ("flow_sde", 0.0, "flow", "sampler.eta must be above 0 for 'flow_sde'"),
