@@ -2,8 +2,8 @@
 
     python examples/position_errors.py small-flux runs/first runs/long
 
-For each model: pictures (the evaluation's 170, with its noise), those that hold both things whatever stands where, those of
-them that stand as asked, and how many of them would if the prompt's relation were dealt out anew at random.
+For each model: pictures (the evaluation's 170, with its noise), those that hold both things whatever stands where,
+those of them that stand as asked, and how many of them would if the prompt's relation were dealt out anew at random.
 """
 
 from __future__ import annotations

@@ -86,6 +86,12 @@ def test_iteration_refuses_what_pytorch_does_not_do_here(monkeypatch, key, value
         iteration.iteration(load_config(None, [*iteration.SETTINGS, f"{key}={value}"]), 1)
 
 
+def test_a_benchmark_takes_the_default_recipe_with_its_own_settings():
+    iteration._check_config(load_config(None, [*iteration.SETTINGS]))
+    config = load_config(None, [*scaling.SETTINGS])
+    assert all(scaling._sized(config, images).train.trained_prompts is None for images in scaling.SIZES)
+
+
 def test_scaling_names_the_key_when_a_size_does_not_divide():
     settings = [*scaling.SETTINGS, "train.candidates=9", "data.prompts_per_iteration=16"]
     with pytest.raises(ConfigError, match=r"train\.candidates.*got 9"):

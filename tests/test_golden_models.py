@@ -35,7 +35,7 @@ def test_outputs_and_gradients_equal_the_reference(name):
 
 @pytest.mark.parametrize("name", IN_FLOAT16)
 def test_float16_products_stay_close_and_outputs_are_float32(name):
-    case = load_case(name, dtype=ms.float16)
+    case = load_case(name, dtype=ms.float16, hidden_states=False)
     for key, value in zip(case.model.output_names, case.model(**case.inputs), strict=True):
         assert value.dtype == ms.float32
         # Above zero: it did compute in float16. False for NaN, too.

@@ -39,6 +39,8 @@ SETTINGS = (
     "train.clip_range=0.01",
     "train.clip_unit=absolute",
     "train.ema_decay=0",
+    "train.kl_weight=0",
+    "train.trained_prompts=null",
     "train.updates_per_rollout=3",
     "train.micro_batch=96",
 )

@@ -16,8 +16,13 @@ from dancegrpo.diagnostics.workers import Worker, thread_count
 SIZES = (48, 96, 192, 384)
 """Images an iteration."""
 
-SETTINGS = ("train.candidates=12", "train.micro_batch=48", "train.updates_per_rollout=3")
-"""So that every size divides."""
+SETTINGS = (
+    "train.candidates=12",
+    "train.micro_batch=48",
+    "train.updates_per_rollout=3",
+    "train.trained_prompts=null",
+)
+"""So that every size divides, and trains all that it draws."""
 
 _OURS = "dancegrpo.diagnostics.ours:OurIteration"
 

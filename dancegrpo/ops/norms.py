@@ -10,8 +10,8 @@ from dancegrpo.ops.device import select
 class _MeanLastAxis(nn.Cell):
     """Mean over the last axis as a product with a constant column.
 
-    On CPU this halves the time of the norms' gradient against `ReduceMean`. Of two axes: MindSpore's gradient of a product
-    of (1, 1, size) has an axis too many.
+    On CPU this halves the time of the norms' gradient against `ReduceMean`. Of two axes: MindSpore's gradient of a
+    product of (1, 1, size) has an axis too many.
     """
 
     def __init__(self, size: int):
