@@ -31,13 +31,14 @@ def scaling(config: Config, repeats: int) -> dict[str, Any]:
     """Whole iterations of the real `Trainer`, decoding and rewards included, at `SIZES` images.
 
     Each size has a process of its own, so that its peak memory is its own. They take turns, so that other load on
-    the machine meets all of them, and each turn begins with an iteration that is not measured.
+    the machine meets all of them, and each turn begins with an iteration that is not measured. A turn has so many
+    iterations that all sizes draw as many images in it: else the short ones would mostly measure the start of a turn.
 
     Returns:
         `linear`: images a second by size; `spread`: the fastest over the slowest, minus 1. `peak_rss_mb` and
         `stored_mb` (the trajectory: latents, log-probabilities, images, prompt encodings) by size.
         `stored_bytes_per_image`. `peak_growth_mb` and `stored_growth_mb`: the largest size minus the smallest.
-        `seconds`: all iterations.
+        `seconds`: an iteration's, mean of each turn.
 
     Raises:
         ConfigError: a size does not divide by the config's candidates, micro-batch or updates.
@@ -61,7 +62,8 @@ def scaling(config: Config, repeats: int) -> dict[str, Any]:
             for size, worker in workers.items():
                 progress.set_description(f"{size} images")
                 worker.call("run")
-                seconds[size].append(worker.call("run"))
+                turn = [worker.call("run") for _ in range(SIZES[-1] // size)]
+                seconds[size].append(statistics.fmean(turn))
                 progress.update()
         memory = {size: worker.call("memory") for size, worker in workers.items()}
     rates = {size: size / statistics.median(values) for size, values in seconds.items()}
