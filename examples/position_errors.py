@@ -16,8 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
-
 from dancegrpo.config import load_config
 from dancegrpo.data.shapes_world.captions import scene_of
 from dancegrpo.data.shapes_world.world import RELATIONS
@@ -39,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dancegrpo.pipelines import PipelineOptions, load_pipeline
     from dancegrpo.pipelines.generate import ImageGenerator, ImageRequest
 
+    def right(images, scenes) -> int:
+        return sum(verdict.correct for verdict in verify_batch(images, scenes))
+
     prompts = evaluation_prompts(config).prompts
     wanted = [i for i, prompt in enumerate(prompts) if scene_of(prompt).category == "position"]
     per_prompt = config.evaluation.images // len(prompts)
@@ -51,22 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pipeline, num_steps=config.evaluation.num_steps, batch=config.evaluation.batch
         )
         images = generator.images(requests, config.evaluation.seed, checkpoint)
-        free = [dataclasses.replace(scene, relation=None) for scene in scenes]
-        there, asked = (
-            np.array([verdict.correct for verdict in verify_batch(images, stated)])
-            for stated in (free, scenes)
-        )
-        any_way = np.mean(
-            [
-                [
-                    v.correct
-                    for v in verify_batch(images, [dataclasses.replace(s, relation=r) for s in scenes])
-                ]
-                for r in RELATIONS
-            ],
-            axis=0,
-        )
-        print(f"{checkpoint:<32}{len(images):>10}{there.sum():>13}{asked.sum():>11}{any_way.sum():>12.1f}")
+        there = right(images, [dataclasses.replace(scene, relation=None) for scene in scenes])
+        counts = [right(images, [dataclasses.replace(s, relation=r) for s in scenes]) for r in RELATIONS]
+        chance = sum(counts) / len(counts)
+        print(f"{checkpoint:<32}{len(images):>10}{there:>13}{right(images, scenes):>11}{chance:>12.1f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Advantages, losses, EMA, AdamW and a whole policy update against numbers from public implementations."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from dancegrpo.runtime.setup import setup_runtime
 setup_runtime(compile_cache=False)
 
 import mindspore as ms  # noqa: E402
+from golden_cases import assert_near, golden  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from dancegrpo.diffusion import PolicyStep, Sampler, Schedule, make_transition  # noqa: E402
@@ -33,18 +33,6 @@ from dancegrpo.rl.optim import (  # noqa: E402
 )
 from dancegrpo.rl.trajectory import select_transitions  # noqa: E402
 from dancegrpo.rl.update import PolicyUpdater, TransitionBatch  # noqa: E402
-
-GOLDEN = Path(__file__).parent / "golden"
-
-
-def golden(name: str) -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDEN / f"{name}.npz"))
-
-
-def assert_near(actual, expected, tolerance):
-    actual = actual.asnumpy() if isinstance(actual, Tensor) else np.asarray(actual)
-    assert actual.shape == expected.shape
-    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 def train_config(**settings) -> Config:
